@@ -1,0 +1,75 @@
+"""Randomness without state: the random number of a (seed, path, position, purpose) is a function of these four.
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a 64-bit key and a 128-bit counter
+into 128 random bits. The key is the request's seed; the counter is position, purpose and the sample's 64-bit path. Nothing
+is advanced, so a token's random number is the same alone, in any batch, after a preemption, and on any device.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+class Purpose(enum.IntEnum):
+    """What a random number is for; each use at one position has its own."""
+
+    TARGET = 0
+    """Drawing a token from the model's distribution."""
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+ROOT_PATH = 0
+
+
+def branch(parent: int, index: int) -> int:
+    """The 64-bit path of branch ``index`` under ``parent`` (signed, as torch stores it): sample i of n, or a fork."""
+    digest = hashlib.blake2b(
+        parent.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little"), digest_size=8, person=b"refimpl path"
+    )
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def mix_seed(seed: int, arrival: int) -> int:
+    """The seed of a request that has none: the engine's seed and the number of requests before it (64 bits, signed)."""
+    digest = hashlib.blake2b(
+        (seed % 2**64).to_bytes(8, "little") + arrival.to_bytes(8, "little"), digest_size=8, person=b"refimpl seed"
+    )
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def philox(counter: tuple[Int64[Tensor, "R"], ...], key: tuple[Int64[Tensor, "R"], ...]) -> tuple[Int64[Tensor, "R"], ...]:
+    """Philox4x32-10 on rows: four counter words and two key words in, four random words out, each 32 bits in an int64."""
+    x0, x1, x2, x3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # A product of two 32-bit words fills 64 bits: int64 wraps, but keeps every bit, so both halves are right.
+        product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        high0, low0 = (product0 >> 32) & _MASK, product0 & _MASK
+        high1, low1 = (product1 >> 32) & _MASK, product1 & _MASK
+        x0, x1, x2, x3 = high1 ^ x1 ^ k0, low1, high0 ^ x3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return x0, x1, x2, x3
+
+
+def uniform(
+    seed: Int64[Tensor, "R"], path: Int64[Tensor, "R"], position: Int64[Tensor, "R"], purpose: Purpose
+) -> Float64[Tensor, "R"]:
+    """One uniform number a row, strictly between 0 and 1, from 32 random bits.
+
+    ``position`` is the index, in its sequence, of the token that is drawn.
+    """
+    counter = (position & _MASK, torch.full_like(position, int(purpose)), path & _MASK, (path >> 32) & _MASK)
+    word = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))[0]
+    return (word.to(torch.float64) + 0.5) * 2.0**-32

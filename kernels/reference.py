@@ -1,0 +1,79 @@
+"""The mathematics of every operation, in plain torch: what a fast kernel must equal.
+
+These functions are pure (they change no argument) and compute in at least float32, so that in float64 they are the oracle
+of the oracle. The model runs on them directly where they are also fast enough. Axes are those of :mod:`refimpl.shapes`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """16-bit floats as float32; float32 and float64 as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float) -> Float[Tensor, "T H"]:
+    """``x / sqrt(mean(x²) + eps) · weight``, row by row.
+
+    The quotient is rounded to x's dtype before it is multiplied, as in Hugging Face's Llama.
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    wide = at_least_float32(x)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def rotary(
+    x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
+) -> Float[Tensor, "T heads D"]:
+    """Turn the pairs ``(x[i], x[i + D/2])`` of each head by the angle of their position.
+
+    ``cos`` and ``sin`` hold ``half = D / 2`` angles a token. Source: Su et al. 2021, "RoFormer"; the halves layout is
+    that of GPT-NeoX and Hugging Face.
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
+    """SwiGLU's product (Shazeer 2020): the first half of the columns through SiLU, times the second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def paged_attention(
+    query: Float[Tensor, "T Hq D"],
+    k_cache: Float[Tensor, "blocks B Hkv D"],
+    v_cache: Float[Tensor, "blocks B Hkv D"],
+    block_table: Int[Tensor, "S max_blocks"],
+    cu_seqlens_q: Int[Tensor, "S_plus_1"],
+    seqused_k: Int[Tensor, "S"],
+    softmax_scale: float,
+) -> Float[Tensor, "T Hq D"]:
+    """Causal attention of each sequence's newest queries over its own keys and values, read through its block table.
+
+    Sequence s has queries ``cu_seqlens_q[s] … cu_seqlens_q[s + 1]`` and ``seqused_k[s]`` keys; its last query stands at
+    its last key. Query head h reads key/value head ``h // G``. Argument names are flash-attn's.
+
+    This is the definition, one sequence and one head group at a time: gather the pages, scores, softmax, weighted sum.
+    """
+    G = query.shape[1] // k_cache.shape[2]
+    output = torch.empty_like(query)
+    for s in range(len(seqused_k)):
+        first, last, length = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1]), int(seqused_k[s])
+        keys = at_least_float32(k_cache[block_table[s].long()].flatten(0, 1)[:length])  # [L, Hkv, D]
+        values = at_least_float32(v_cache[block_table[s].long()].flatten(0, 1)[:length])
+        queries = at_least_float32(query[first:last]).unflatten(1, (-1, G))  # [n, Hkv, G, D]
+        scores = torch.einsum("nkgd,lkd->kgnl", queries, keys) * softmax_scale
+        query_positions = torch.arange(length - (last - first), length, device=query.device)
+        visible = torch.arange(length, device=query.device) <= query_positions[:, None]
+        weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
+        output[first:last] = torch.einsum("kgnl,lkd->nkgd", weights, values).flatten(1, 2).to(query.dtype)
+    return output

@@ -1,0 +1,52 @@
+"""refimpl: the reference implementation of LLM inference.
+
+>>> from refimpl import LLM, SamplingParams
+
+Names are loaded when they are first used, so importing the package imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from refimpl.config import EngineArgs
+    from refimpl.engine import Engine
+    from refimpl.events import EventLog
+    from refimpl.llm import LLM
+    from refimpl.models.tiny import tiny
+    from refimpl.outputs import CompletionOutput, RequestOutput
+    from refimpl.sampling_params import SamplingParams
+
+_HOMES = {
+    "CompletionOutput": "refimpl.outputs",
+    "Engine": "refimpl.engine",
+    "EngineArgs": "refimpl.config",
+    "EventLog": "refimpl.events",
+    "LLM": "refimpl.llm",
+    "RequestOutput": "refimpl.outputs",
+    "SamplingParams": "refimpl.sampling_params",
+    "tiny": "refimpl.models.tiny",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineArgs",
+    "EventLog",
+    "RequestOutput",
+    "SamplingParams",
+    "tiny",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'refimpl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,35 @@
+"""BlockTable: where one sequence's tokens are. Logical block i of the sequence is physical block ``block_ids[i]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class BlockTable:
+    """The map from logical to physical blocks of one sequence; blocks are only ever appended.
+
+    Token ``position`` lives in slot ``block_ids[position // block_size] * block_size + position % block_size``.
+    """
+
+    __slots__ = ("block_ids", "block_size")
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.block_ids: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the blocks so far have room for."""
+        return len(self.block_ids) * self.block_size
+
+    def blocks_missing(self, num_tokens: int) -> int:
+        """Blocks to append before ``num_tokens`` tokens (of the whole sequence) have room."""
+        return max(0, -(-num_tokens // self.block_size) - len(self.block_ids))
+
+    def append(self, block_ids: Iterable[int]) -> None:
+        """Add blocks at the end."""
+        self.block_ids.extend(block_ids)
+
+    def slot(self, position: int) -> int:
+        """The token slot of a position, in the flat numbering of the whole cache."""
+        return self.block_ids[position // self.block_size] * self.block_size + position % self.block_size

@@ -1,0 +1,48 @@
+"""KVCache: the tensors behind the block ids. One pair of K and V a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from refimpl.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """The keys and values of one layer, for all blocks. Block 0 is the null block."""
+
+    k: Float[Tensor, "blocks B Hkv D"]
+    v: Float[Tensor, "blocks B Hkv D"]
+
+
+class KVCache:
+    """The cache of all layers: ``num_blocks`` usable blocks of ``block_size`` token slots, and the null block."""
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_blocks + 1, block_size, config.num_key_value_heads, config.head_dim)
+        # Not cleared: attention never reads a slot that its sequence did not write. On a CPU the system hands a page out
+        # when it is first written, so an unused block costs nothing.
+        self.layers = [
+            LayerKV(k=torch.empty(shape, dtype=dtype, device=device), v=torch.empty(shape, dtype=dtype, device=device))
+            for _ in range(config.num_hidden_layers)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved, the null block included."""
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+
+    def release(self) -> None:
+        """Give the memory back now, whoever still holds a reference to the tensors."""
+        for layer in self.layers:
+            for tensor in (layer.k, layer.v):
+                tensor.untyped_storage().resize_(0)
+        self.layers = []

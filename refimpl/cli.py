@@ -1,0 +1,243 @@
+"""The command line: ``refimpl generate | pull | bench``.
+
+Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_type_hints
+
+import typer
+
+from refimpl.config import EngineArgs
+from refimpl.errors import RefimplError
+
+app = typer.Typer(
+    name="refimpl",
+    help="LLM inference, written to be read and to be used.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """The ``refimpl`` command: what went wrong in one or two lines on stderr, and exit code 2 (130 after Ctrl-C)."""
+    try:
+        app()
+    except RefimplError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"refimpl: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for every field of EngineArgs to a command that takes ``engine_options`` as a dict."""
+    hints = get_type_hints(command, include_extras=True)
+    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
+    own = [p for p in own if p.name != "engine_options"]
+    types = get_type_hints(EngineArgs)
+    engine = []
+    for field in dataclasses.fields(EngineArgs):
+        kind = str if types[field.name] is Any else types[field.name]
+        flag = f"--{field.name.replace('_', '-')}"
+        names = [f"{flag}/--no-{flag[2:]}"] if kind in (bool, bool | None) else [flag]
+        option = typer.Option(*names, help=field.metadata["help"], rich_help_panel="Engine options")
+        engine.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
+            )
+        )
+
+    def wrapped(**arguments: Any) -> None:
+        engine_options = {parameter.name: arguments.pop(parameter.name) for parameter in engine}
+        command(**arguments, engine_options=engine_options)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + engine
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return wrapped
+
+
+@app.command()
+@with_engine_options
+def generate(
+    *,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="One or more prompts.")] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines, each {"prompt": …}, {"prompt_token_ids": […]} or a string; "-" is standard input.'),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt as a user's message through the chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most probable token; 1 is the model's own distribution.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most probable tokens of this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the most probable tokens; 0: all.")] = 0,
+    n: Annotated[int, typer.Option(help="Samples of each prompt.")] = 1,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout, and nothing else.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Tell each request's story on stderr.")] = False,
+    engine_options: dict[str, Any],
+) -> None:
+    """Generate text for prompts, batched through the engine.
+
+    The seed (--seed) fixes what is drawn at a temperature above 0.
+    """
+    from refimpl.sampling_params import SamplingParams
+
+    listed: list[Any] = [*(prompts or []), *(_read_prompts(prompts_file) if prompts_file else [])]
+    if not listed:
+        raise RefimplError("there is no prompt; give one or more, or --prompts-file FILE.jsonl")
+    params = SamplingParams(
+        n=n, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, ignore_eos=ignore_eos
+    )
+    EngineArgs.from_options(engine_options)  # wrong options fail before torch is imported
+    from refimpl.llm import LLM
+
+    with LLM(**engine_options) as llm:
+        show_bar = not as_json and sys.stderr.isatty() and len(listed) > 1
+        if chat:
+            conversations = [[{"role": "user", "content": _text(prompt)}] for prompt in listed]
+            outputs = llm.chat(conversations, params, use_tqdm=show_bar)
+        else:
+            outputs = llm.generate(listed, params, use_tqdm=show_bar)
+        for given, output in zip(listed, outputs, strict=True):
+            if as_json:
+                print(json.dumps(_json_object(output, given), ensure_ascii=False), flush=True)
+            else:
+                _print_text(output, given, alone=len(listed) == 1 and n == 1, prefix="" if chat else _text(given))
+            if explain:
+                print(llm.engine.explain(output.request_id), file=sys.stderr)
+
+
+def _read_prompts(path: Path) -> list[Any]:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RefimplError(f"the prompts file cannot be read: {error}") from error
+    prompts: list[Any] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+        except ValueError as error:
+            raise RefimplError(
+                f"line {number} of {path} is no JSON ({error}); each line is an object or a string"
+            ) from error
+        if not isinstance(prompt, str) and not (isinstance(prompt, dict) and {"prompt", "prompt_token_ids"} & set(prompt)):
+            raise RefimplError(f'line {number} of {path} must be a string, or an object with "prompt" or "prompt_token_ids"')
+        prompts.append(prompt)
+    return prompts
+
+
+def _text(prompt: Any) -> str:
+    """The text of a prompt as given; token ids have none."""
+    return prompt if isinstance(prompt, str) else str(prompt.get("prompt") or "")
+
+
+def _json_object(output: Any, given: Any) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "prompt": output.prompt if output.prompt is not None else _text(given) or None,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [
+            {
+                "index": sample.index,
+                "text": sample.text,
+                "token_ids": sample.token_ids,
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+            }
+            for sample in output.outputs
+        ],
+        "metrics": {
+            "arrival_time": metrics.arrival_time,
+            "first_scheduled_time": metrics.first_scheduled_time,
+            "first_token_time": metrics.first_token_time,
+            "finished_time": metrics.finished_time,
+            "time_to_first_token": metrics.time_to_first_token,
+            "inter_token_latencies": metrics.inter_token_latencies,
+            "token_times": metrics.token_times,
+            "num_preemptions": metrics.num_preemptions,
+        },
+    }
+
+
+def _print_text(output: Any, given: Any, alone: bool, prefix: str) -> None:
+    """The answer as people read it: the prompt dimmed before it, unless it was a chat."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for sample in output.outputs:
+        if not alone:
+            title = _text(given) or f"{len(output.prompt_token_ids)} token ids"
+            console.rule(Text(title if len(output.outputs) == 1 else f"{title} — sample {sample.index}"), align="left")
+        console.print(Text(prefix, style="dim") + Text(sample.text))
+    if any(sample.finish_reason == "error" for sample in output.outputs):
+        print(f"refimpl: {output.outputs[0].stop_reason}", file=sys.stderr)
+
+
+@app.command()
+def pull(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[ORG/NAME]", help="A model on the Hub; default: the embedded one.")
+    ] = None,
+) -> None:
+    """Download a model ahead of its first use, and print the folder it is in."""
+    from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder, hub_checkpoint_folder
+
+    if model in (None, EMBEDDED_MODEL):
+        print(embedded_checkpoint_folder())
+    else:
+        print(hub_checkpoint_folder(str(model)))
+
+
+@bench.command()
+@with_engine_options
+def recompute(
+    *,
+    context: Annotated[int, typer.Option(help="Measure the steps after this many tokens of context.")] = 504,
+    steps: Annotated[int, typer.Option(help="How many steps to measure.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Times that both sides run, in turn.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")] = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """A decode step with the KV cache beside one that recomputes everything: FLOPs counted, time measured."""
+    from refimpl.bench.recompute import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, context=context, steps=steps, repeats=repeats), as_json, save)
+
+
+@bench.command()
+def report(
+    readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
+) -> None:
+    """Render the README's tables from the result files that are kept in the package."""
+    from refimpl.bench.report import render_file
+
+    changed = render_file(readme)
+    print(f"{readme}: {'tables updated' if changed else 'nothing to change'}", file=sys.stderr)

@@ -1,0 +1,234 @@
+"""What an engine is asked to be: EngineArgs, and the frozen configurations that it becomes. All checks of options are here.
+
+``EngineArgs`` is what a user types (names are vLLM's). It splits into :class:`CacheConfig` and :class:`SchedulerConfig`;
+:class:`ModelConfig` comes from the checkpoint (names are Hugging Face's). Nothing changes after construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from refimpl.errors import ConfigError, UnknownOptionError
+
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding (Su et al. 2021, RoFormer): the base frequency and how it is stretched for long contexts."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "llama3"] = "default"
+    factor: float = 1.0
+    """llama3: how much the low frequencies are slowed."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    """llama3: the context that the model was first trained on, in tokens."""
+    frequency_divisors: tuple[float, ...] = ()
+    """GGUF files store the outcome of llama3 scaling instead: what each of the ``D / 2`` frequencies is divided by."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers of one Llama-family model. Names are those of Hugging Face's ``config.json``."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    """Every id that ends a text."""
+    bos_token_id: int | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, tied embeddings counted once."""
+        q_and_o = 2 * self.hidden_size * self.num_attention_heads * self.head_dim
+        k_and_v = 2 * self.hidden_size * self.num_key_value_heads * self.head_dim
+        layer = q_and_o + k_and_v + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_hidden_layers * layer + embeddings + self.hidden_size
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Bytes that the keys and values of one token take over all layers (Llama-3-70B in 16 bits: 327,680)."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How large the KV cache is, and in what pieces."""
+
+    block_size: int
+    num_gpu_blocks_override: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    cpu_kvcache_space: float | None
+    """GiB; None is min(4 GiB, a quarter of the free memory)."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The limits of one step, and what a sequence may grow to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool
+    enable_kv_cache: bool
+
+
+def _option(default: Any, text: str) -> Any:
+    """A field of EngineArgs with the sentence that ``refimpl generate --help`` shows for it."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Every option of an engine, with its default; names are vLLM's.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+
+    """
+
+    model: Any = _option("smollm2", "A folder or GGUF file, ORG/NAME on the Hub, 'tiny', or 'smollm2' (the default).")
+    load_format: str = _option("auto", "auto (by the file) or dummy (random, seeded weights in the model's shape).")
+    dtype: str = _option("auto", f"{', '.join(DTYPES)}. auto: bfloat16 where the device computes in it, else float16/32.")
+    device: str = _option("auto", "auto, cpu or cuda (cuda:1, …).")
+    seed: int = _option(0, "Mixed with the arrival number of each request that has no seed of its own.")
+    block_size: int = _option(16, "Token slots in one block of the KV cache.")
+    max_model_len: int | None = _option(None, "Most tokens of prompt and output; default: the model's, or what fits.")
+    max_num_seqs: int | None = _option(None, "Most sequences that run at once; default: 256, or the token budget if less.")
+    max_num_batched_tokens: int = _option(2048, "Most tokens computed in one step (the budget).")
+    enable_chunked_prefill: bool = _option(True, "Split prompts over several steps when they exceed the budget.")
+    enable_kv_cache: bool = _option(True, "Off: recompute every key and value in every step (the naive way).")
+    num_gpu_blocks_override: int | None = _option(None, "Blocks in the KV cache, whatever the memory says.")
+    kv_cache_memory_bytes: int | None = _option(None, "Bytes for the KV cache, instead of a share of the memory.")
+    gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
+    cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
+    attention_backend: str = _option("auto", "auto or torch.")
+    async_scheduling: bool | None = _option(None, "Plan a step while the last one computes; default: on a GPU only.")
+    event_log_size: int = _option(10_000, "Steps that the event log keeps; 0 records nothing.")
+
+    def __post_init__(self) -> None:
+        def whole(name: str, least: int) -> None:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+
+        for name in (
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_gpu_blocks_override",
+        ):
+            whole(name, 1)
+        whole("kv_cache_memory_bytes", 1)
+        whole("event_log_size", 0)
+        if not isinstance(self.seed, int):
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format is {self.load_format!r}; it must be auto or dummy")
+        if self.attention_backend not in ("auto", "torch"):
+            raise ConfigError(f"attention_backend is {self.attention_backend!r}; it must be auto or torch")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
+        if self.cpu_kvcache_space is not None and not self.cpu_kvcache_space > 0:
+            raise ConfigError(f"cpu_kvcache_space is {self.cpu_kvcache_space}; it must be above 0 (GiB)")
+        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, under max_num_seqs = {self.max_num_seqs}: "
+                "a step of decodes would not fit the budget; raise the first or lower the second"
+            )
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineArgs:
+        """EngineArgs from keyword arguments of a user.
+
+        Raises:
+            UnknownOptionError: a name is no option; the nearest ones are named.
+
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=2)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"the options are {', '.join(known)}"
+                raise UnknownOptionError(f"unknown engine option {name!r}; {hint}")
+        return cls(**options)
+
+    def cache_config(self) -> CacheConfig:
+        """The part that sizes the KV cache."""
+        return CacheConfig(
+            block_size=self.block_size,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            cpu_kvcache_space=self.cpu_kvcache_space,
+        )
+
+    def step_limits(self) -> tuple[int, int]:
+        """``(max_num_seqs, max_num_batched_tokens)``, the default of the first filled in."""
+        return self.max_num_seqs or min(256, self.max_num_batched_tokens), self.max_num_batched_tokens
+
+    def checked_max_model_len(self, model_limit: int) -> int:
+        """The context length asked for, in tokens, before the cache's size is known.
+
+        Raises:
+            ConfigError: it exceeds what the model was made for, or the step's budget with chunked prefill off.
+
+        """
+        length = self.max_model_len or model_limit
+        if length > model_limit:
+            raise ConfigError(
+                f"max_model_len is {length}, but the model's positions end at {model_limit}; lower it, or leave it out"
+            )
+        if self.enable_kv_cache and not self.enable_chunked_prefill and self.max_num_batched_tokens < length:
+            raise ConfigError(
+                f"with enable_chunked_prefill=False a prompt must fit one step: max_num_batched_tokens is "
+                f"{self.max_num_batched_tokens}, under max_model_len = {length}; raise the first, lower the second, "
+                "or switch chunking on"
+            )
+        return length
+
+    def scheduler_config(self, model_limit: int, cache_tokens: int) -> SchedulerConfig:
+        """The scheduler's part, once the cache is known to hold ``cache_tokens`` tokens.
+
+        A default ``max_model_len`` is lowered to the cache; an explicit larger one is an error.
+        """
+        length = self.checked_max_model_len(model_limit)
+        if length > cache_tokens and self.max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len is {length} tokens, but the KV cache holds {cache_tokens} "
+                f"({cache_tokens // self.block_size} blocks of {self.block_size}); lower max_model_len to {cache_tokens} or "
+                "give the cache more memory (cpu_kvcache_space, gpu_memory_utilization, num_gpu_blocks_override)"
+            )
+        max_num_seqs, max_num_batched_tokens = self.step_limits()
+        return SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=min(length, cache_tokens),
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            enable_kv_cache=self.enable_kv_cache,
+        )
+
+    @property
+    def model_name(self) -> str:
+        """The model as the user named it."""
+        return str(self.model) if isinstance(self.model, str) or hasattr(self.model, "__fspath__") else self.model.name

@@ -1,0 +1,77 @@
+"""The exceptions of refimpl, as a tree.
+
+    RefimplError
+    ├── ConfigError            an engine option is wrong, or two contradict each other (raised at construction)
+    │   └── UnknownOptionError    no option has that name
+    ├── ModelError             a model cannot be had or read
+    │   ├── ModelNotFoundError    nothing is at that path or name
+    │   ├── UnsupportedModelError it is read, but it is not of a family that refimpl implements
+    │   └── CheckpointError       its files are damaged, or tensors are missing, extra or misshapen
+    ├── OutOfMemoryError       the weights or the KV cache do not fit the device
+    └── RequestError           one request is wrong; the engine and the other requests go on
+        ├── SamplingParamsError   a sampling parameter is out of its range
+        └── PromptError           the prompt is empty, too long, or has ids outside the vocabulary
+
+Each message says what was given, what is allowed and what to do. The numbers in it are attributes too (``error.numbers``),
+and an error of one request carries its id (``error.request_id``).
+"""
+
+from __future__ import annotations
+
+
+class RefimplError(Exception):
+    """The root of the tree: everything that refimpl raises on purpose.
+
+    ``numbers`` holds the figures that the message names, for programs.
+    """
+
+    def __init__(self, message: str, **numbers: float) -> None:
+        super().__init__(message)
+        self.numbers = numbers
+
+
+class ConfigError(RefimplError, ValueError):
+    """An engine option is out of range, or two options contradict each other."""
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """An option of that name does not exist; the message names the nearest ones."""
+
+
+class ModelError(RefimplError):
+    """A model cannot be had, read or run."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """Neither a file, nor a folder, nor a name that can be downloaded."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UnsupportedModelError(ModelError):
+    """The checkpoint is readable, but asks for something that refimpl does not implement."""
+
+
+class CheckpointError(ModelError, ValueError):
+    """A checkpoint's files are damaged, or its tensors do not fit its own configuration."""
+
+
+class OutOfMemoryError(RefimplError, MemoryError):
+    """The weights or the KV cache do not fit; the message says which option to change, and to what."""
+
+
+class RequestError(RefimplError, ValueError):
+    """One request is refused. Nothing of it stays in the engine; the other requests go on."""
+
+    def __init__(self, message: str, *, request_id: str | None = None, **numbers: float) -> None:
+        super().__init__(message, **numbers)
+        self.request_id = request_id
+
+
+class SamplingParamsError(RequestError):
+    """A sampling parameter is out of its range."""
+
+
+class PromptError(RequestError):
+    """The prompt is empty, too long for the model or the cache, or holds ids outside the vocabulary."""

@@ -1,0 +1,205 @@
+"""What happened in the engine: one record a step, and the log that keeps, sends, saves and replays them.
+
+Widgets, ``explain`` and recorded traces read these records and nothing else. A record is columnar: parallel tuples, one
+entry a row. Within a record, things happen in this order::
+
+    arrived · aborted · preempted, exhausted · admitted · swapped_in · copies · allocated · the batch · tokens · finished
+
+On disk a log is JSON lines (gzipped where the name ends in .gz): a header, then a record a line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from refimpl.errors import RefimplError
+from refimpl.outputs import Decision, Finish, Preemption
+
+SCHEMA_VERSION = 1
+
+log = logging.getLogger(__name__)
+
+
+class ArrivalRecord(msgspec.Struct, frozen=True, gc=False):
+    """A request joined the queue. Its tokens' texts are here since whoever replays a log has no tokenizer."""
+
+    request_id: str
+    sequence_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    token_texts: tuple[str, ...]
+
+
+class StepRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """All that one step changed. Sequences are named by ``sequence_id``; times are seconds since the log's start."""
+
+    step: int
+    scheduled_at: float
+    updated_at: float
+    # the batch, one entry a row
+    sequence_ids: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    num_new_tokens: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """Drawn and kept; -1 where the row drew none, or one too many after its end."""
+    token_texts: tuple[str, ...] = ()
+    # requests
+    arrived: tuple[ArrivalRecord, ...] = ()
+    aborted: tuple[Finish, ...] = ()
+    preempted: tuple[Preemption, ...] = ()
+    exhausted: tuple[Finish, ...] = ()
+    admitted: tuple[tuple[int, int], ...] = ()
+    """(sequence, tokens already in the cache)."""
+    restarted: tuple[int, ...] = ()
+    """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
+    finished: tuple[Finish, ...] = ()
+    # blocks
+    allocated: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(slot, block ids appended to its table)."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Copy-on-write: (source block, target block)."""
+    evicted: tuple[int, ...] = ()
+    """Blocks that the prefix cache gave back."""
+    prefix_hits: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(sequence, cached blocks at the head of its table)."""
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    swapped_in: tuple[tuple[int, int], ...] = ()
+    """(device block, host block)."""
+    forks: tuple[tuple[int, int], ...] = ()
+    """(parent sequence, child sequence)."""
+    beams: tuple[tuple[int, ...], ...] = ()
+    """The sequences of each beam search, best first."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """Token ids drafted for each row."""
+    num_accepted: tuple[int, ...] = ()
+    """Drafted tokens accepted in each row."""
+    # the pool and the queue after planning
+    num_free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    decisions: tuple[Decision, ...] = ()
+
+
+class LogHeader(msgspec.Struct, frozen=True):
+    """The first line of a saved log."""
+
+    schema: int
+    refimpl: str
+    started_at: float
+    """Wall-clock time of the log's second 0, in Unix seconds."""
+    clock: str
+    """What the times count: "monotonic" (a real engine) or "virtual" (a simulated one)."""
+    config: dict[str, Any]
+    """The engine's numbers: model, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len."""
+
+
+class EventLog:
+    """A ring buffer of step records with subscribers.
+
+    ``capacity`` is in steps; 0 keeps nothing, and then the engine makes no records unless someone subscribes.
+    """
+
+    def __init__(self, header: LogHeader, capacity: int) -> None:
+        self.header = header
+        self.records: deque[StepRecord] = deque(maxlen=capacity)
+        self._subscribers: list[Callable[[StepRecord], None]] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody would see a record."""
+        return bool(self._subscribers) or self.records.maxlen != 0
+
+    def append(self, record: StepRecord) -> None:
+        """Keep a record and hand it to each subscriber. A subscriber that raises is dropped, with a warning."""
+        self.records.append(record)
+        for subscriber in tuple(self._subscribers):
+            try:
+                subscriber(record)
+            except Exception:
+                log.warning("an event subscriber raised and gets no more events: %r", subscriber, exc_info=True)
+                self._subscribers.remove(subscriber)
+
+    def subscribe(self, subscriber: Callable[[StepRecord], None]) -> Callable[[], None]:
+        """Call ``subscriber(record)`` after each step, in the engine's thread. Returns what ends the subscription."""
+        self._subscribers.append(subscriber)
+
+        def unsubscribe() -> None:
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+        return unsubscribe
+
+    def save(self, path: str | Path) -> None:
+        """Write the header and the records that are kept, as JSON lines (gzipped if the name ends in .gz)."""
+        encode = msgspec.json.encode
+        with _open(Path(path), "wb") as file:
+            file.write(encode(self.header) + b"\n")
+            file.writelines(encode(record) + b"\n" for record in tuple(self.records))
+
+    @classmethod
+    def load(cls, path: str | Path) -> EventLog:
+        """Read a saved log.
+
+        Raises:
+            RefimplError: it is no event log, is cut short, or was written by another schema version.
+
+        """
+        path = Path(path)
+        try:
+            with _open(path, "rb") as file:
+                header = msgspec.json.decode(file.readline(), type=LogHeader)
+                if header.schema != SCHEMA_VERSION:
+                    raise RefimplError(
+                        f"{path} has event schema {header.schema}; this refimpl reads {SCHEMA_VERSION}. "
+                        f"Read it with the refimpl that wrote it ({header.refimpl})"
+                    )
+                records = [msgspec.json.decode(line, type=StepRecord) for line in file]
+        except (msgspec.MsgspecError, EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+            raise RefimplError(f"{path} is no event log, or is damaged: {error}") from error
+        loaded = cls(header, capacity=max(1, len(records)))
+        loaded.records.extend(records)
+        return loaded
+
+    def replay(self, speed: float | None = None) -> Iterator[StepRecord]:
+        """The records in order: at once, or waiting between them as they were apart, ``speed`` times as fast."""
+        previous: float | None = None
+        for record in tuple(self.records):
+            if speed is not None and previous is not None:
+                time.sleep(max(0.0, (record.updated_at - previous) / speed))
+            previous = record.updated_at
+            yield record
+
+
+def _open(path: Path, mode: str) -> IO[Any]:
+    opened: IO[Any] = gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)  # type: ignore[assignment]  # noqa: SIM115
+    return opened
+
+
+DECISION_TEXTS = {
+    "arrived": "arrives with {prompt} prompt tokens, wants at most {max_tokens} more; {ahead} waiting before it",
+    "waits_blocks": "waits: needs {needed} block(s), {free} free",
+    "waits_slot": "waits: all {slots} slots are taken",
+    "waits_budget": "waits: the step's budget of {budget} tokens is spent",
+    "waits_update": "pauses: the pool is empty, and a token in flight may be about to free blocks",
+    "admitted": "is admitted to slot {slot}: {new} of its {total} tokens in this step, {blocks} new block(s)",
+    "resumed": "is admitted again, to slot {slot}: recomputes {new} of {total} tokens in this step, {blocks} new block(s)",
+    "chunked": "its prompt is split: {new} tokens in this step (budget), {left} left",
+    "decoding": "is computed up to its last token; from here one token a step",
+    "preempted": "is preempted ({mode}) and waits with its {tokens} tokens: {cause}; {blocks} block(s) freed",
+    "exhausted": "ends: it runs alone and its {tokens} tokens fill the whole pool of {pool} blocks",
+    "finished": "ends after {tokens} output tokens: {reason}",
+    "discarded": "a token drawn while the end was not known yet is discarded",
+}
+"""The sentence of each kind of decision; its fields are the decision's numbers."""
+
+
+def describe(decision: Decision) -> str:
+    """A decision as a sentence whose subject is the sequence."""
+    return DECISION_TEXTS[decision.kind].format(**decision.numbers)

@@ -1,0 +1,1 @@
+"""Executors: whoever turns a SchedulerOutput into tokens."""

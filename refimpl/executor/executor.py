@@ -1,0 +1,21 @@
+"""What an executor is: the engine's only way to a device. Local, tensor-parallel and simulated ones serve one scheduler."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
+
+
+class Executor(Protocol):
+    """Computes steps in the order in which they are submitted."""
+
+    num_blocks: int
+    """Usable blocks of its KV cache."""
+
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Order a step. It may be computed now or later; a failure arrives with the future."""
+
+    def close(self) -> None:
+        """Stop, and give all memory back. May be called twice."""

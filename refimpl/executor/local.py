@@ -1,0 +1,113 @@
+"""LocalExecutor: the model on one device of this process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from refimpl.attention import choose_backend
+from refimpl.cache.kv_cache import KVCache
+from refimpl.config import GIB, EngineArgs
+from refimpl.errors import OutOfMemoryError
+from refimpl.executor import memory
+from refimpl.executor.device import free_host_memory, resolve_device, resolve_dtype
+from refimpl.executor.input_batch import InputBatch
+from refimpl.executor.model_runner import ModelRunner
+from refimpl.loading.checkpoint import Checkpoint, load_model
+from refimpl.models.llama import LlamaForCausalLM
+from refimpl.outputs import Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+
+log = logging.getLogger(__name__)
+
+
+class LocalExecutor:
+    """Loads the model, sizes the cache from the memory that is left, and runs steps.
+
+    With ``asynchronous`` steps run in one worker thread, in order; without, ``submit`` computes at once.
+
+    Raises:
+        OutOfMemoryError: the weights or the least cache do not fit.
+
+    """
+
+    def __init__(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int, asynchronous: bool) -> None:
+        self.device = resolve_device(args.device)
+        self.dtype = resolve_dtype(args.dtype, self.device)
+        try:
+            model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed)
+            max_num_seqs, max_num_batched_tokens = args.step_limits()
+            backend = choose_backend(args.attention_backend, checkpoint.config.head_dim)
+            available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
+            self.num_blocks = memory.num_blocks(args.cache_config(), checkpoint.config, self.dtype.itemsize, available)
+            max_model_len = min(max_model_len, self.num_blocks * args.block_size)
+            self.runner = ModelRunner(
+                model,
+                KVCache(checkpoint.config, self.num_blocks, args.block_size, self.dtype, self.device),
+                InputBatch(max_num_seqs, max_model_len, args.block_size, self.device),
+                backend,
+            )
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{checkpoint.name} needs {checkpoint.config.num_parameters * self.dtype.itemsize / GIB:.2f} GiB for its "
+                f"weights in {args.dtype} beside its KV cache, which {self.device} does not have: {error}"
+            ) from error
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="refimpl-step") if asynchronous else None
+        self._closed = False
+
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Order a step: at once, or in the worker thread after those before it."""
+        if self._thread is not None:
+            return self._thread.submit(self.runner.execute, scheduler_output)
+        future: Future[ModelRunnerOutput] = Future()
+        try:
+            future.set_result(self.runner.execute(scheduler_output))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        """End the thread and release weights and cache, whoever still refers to them."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self.runner.kv_cache.release()
+        self.runner.model.release()
+        del self.runner
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _available_bytes(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
+        """Bytes that the KV cache may take. On a GPU, the largest step is run once to see what it needs beside."""
+        cache = args.cache_config()
+        if self.device.type == "cpu":
+            return memory.cpu_cache_bytes(cache, free_host_memory())
+        if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+            return 0  # the options say it all
+        activations = self._measure_activations(args, model, max_num_seqs, num_tokens)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return memory.gpu_cache_bytes(cache, total, total - free, activations)
+
+    def _measure_activations(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
+        """Peak bytes of a step with the longest prompt that fits it, and of the logits of a full batch."""
+        config, num_blocks = model.config, -(-num_tokens // args.block_size)
+        runner = ModelRunner(
+            model,
+            KVCache(config, num_blocks, args.block_size, self.dtype, self.device),
+            InputBatch(1, num_blocks * args.block_size + 1, args.block_size, self.device),
+            choose_backend(args.attention_backend, config.head_dim),
+        )
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        sequence = Admission(0, 0, (0,) * num_tokens, 0, 1.0, 0.5, 0, 0.0, 0, 0)
+        blocks = NewBlocks(0, tuple(range(1, num_blocks + 1)))
+        runner.execute(SchedulerOutput(0, Batch(1, (0,), (0,), (num_tokens,)), admitted=(sequence,), new_blocks=(blocks,)))
+        # A row that is filtered and sampled holds about six copies of its float32 logits.
+        logits = 6 * 4 * max_num_seqs * config.vocab_size
+        return int(torch.cuda.max_memory_allocated(self.device) - before) + logits

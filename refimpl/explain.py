@@ -1,0 +1,47 @@
+"""The story of a request: every decision that was taken about it, in order, with times and numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from refimpl.events import describe
+from refimpl.outputs import Decision
+from refimpl.request import DECISIONS_KEPT, Request, Sequence, Status
+
+
+def explain(request: Request, num_waiting_before: dict[int, int]) -> str:
+    """A paragraph a sample: what was decided, at which step, how long after the arrival, and where it stands now.
+
+    ``num_waiting_before`` says, for each sequence id that waits, how many have their turn before it.
+    """
+    by_sequence: dict[int, list[Decision]] = defaultdict(list)
+    for decision in request.decisions:
+        by_sequence[decision.sequence_id].append(decision)
+    lines = []
+    if len(request.decisions) == DECISIONS_KEPT:
+        lines.append(f"(only the last {DECISIONS_KEPT} decisions are kept)")
+    for sequence in request.sequences:
+        lines.append(f"request {sequence.name}")
+        lines += [
+            f"  {decision.time - request.metrics.arrival_time:+9.3f} s  step {decision.step:<5d} {describe(decision)}"
+            for decision in by_sequence[sequence.sequence_id]
+        ]
+        lines.append(f"  now: {_now(sequence, num_waiting_before)}")
+    return "\n".join(lines)
+
+
+def _now(sequence: Sequence, num_waiting_before: dict[int, int]) -> str:
+    output = len(sequence.output_token_ids)
+    if sequence.status is Status.FINISHED:
+        why = f" ({sequence.stop_reason})" if sequence.stop_reason is not None else ""
+        times = sequence.token_times
+        first = f", the first {times[0] - sequence.request.metrics.arrival_time:.3f} s after arrival" if times else ""
+        return f"finished with reason {sequence.finish_reason}{why}: {output} output tokens{first}"
+    if sequence.status is Status.WAITING:
+        before = num_waiting_before.get(sequence.sequence_id, 0)
+        place = "at the head of the queue" if before == 0 else f"behind {before} others"
+        return f"waits {place}, with {len(sequence.token_ids)} tokens known"
+    return (
+        f"runs in slot {sequence.slot}: {sequence.num_computed_tokens} tokens computed, {output} output tokens of at most "
+        f"{sequence.request.max_tokens}"
+    )

@@ -1,0 +1,38 @@
+"""Ctrl-C and a notebook's stop button, taken between steps: a step is never torn apart."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Within the block, SIGINT only sets a flag; call what is yielded between steps to raise KeyboardInterrupt then.
+
+    Outside the main thread, and where somebody else handles SIGINT in their own way, nothing is changed. The handler of
+    before is back when the block ends.
+    """
+    interrupted = threading.Event()
+
+    def check() -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check
+        return
+
+    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+        interrupted.set()
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield check
+        check()
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,43 @@
+"""The attention layer of Llama: project, turn by position, store keys and values in the cache, attend, project back."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from refimpl.attention.backend import AttentionStep
+from refimpl.cache.kv_cache import LayerKV
+from refimpl.config import ModelConfig
+from refimpl.kernels import reference
+from refimpl.layers.linear import Linear
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) over the paged cache; Q, K and V are one fused matrix."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.q_size = self.num_heads * self.head_dim
+        self.kv_size = self.num_kv_heads * self.head_dim
+        self.qkv_proj = Linear(config.hidden_size, self.q_size + 2 * self.kv_size, dtype, device)
+        self.o_proj = Linear(self.q_size, config.hidden_size, dtype, device)
+
+    def forward(
+        self,
+        x: Float[Tensor, "T H"],
+        rotation: tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]],
+        layer_kv: LayerKV,
+        attention: AttentionStep,
+    ) -> Float[Tensor, "T H"]:
+        """Attention of this step's tokens over all tokens of their own sequences up to themselves."""
+        query, key, value = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        query = reference.rotary(query.unflatten(-1, (self.num_heads, self.head_dim)), *rotation)
+        key = reference.rotary(key.unflatten(-1, (self.num_kv_heads, self.head_dim)), *rotation)
+        value = value.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        attention.write(layer_kv, key, value)
+        projected: Tensor = self.o_proj(attention.attend(layer_kv, query).flatten(1))
+        return projected

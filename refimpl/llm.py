@@ -1,0 +1,178 @@
+"""LLM: the offline host. Prompts in, finished outputs back, in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypedDict
+
+import msgspec
+
+from refimpl.config import EngineArgs
+from refimpl.engine import Engine
+from refimpl.errors import RequestError
+from refimpl.interrupts import interrupts_between_steps
+from refimpl.outputs import RequestOutput
+from refimpl.sampling_params import SamplingParams
+from refimpl.tokenizer.tokenizer import Message, Tokenizer
+
+
+class PromptDict(TypedDict, total=False):
+    """A prompt as a dict: one of the two keys."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+
+
+Prompt = str | list[int] | PromptDict
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: "smollm2" (the embedded model), a folder, a GGUF file, ORG/NAME on the Hub, "tiny", or a checkpoint object.
+        options: any field of :class:`refimpl.EngineArgs`.
+
+    Example:
+        >>> from refimpl import LLM, SamplingParams
+        >>> with LLM("tiny") as llm:
+        ...     [output] = llm.generate("Hello", SamplingParams(max_tokens=4), use_tqdm=False)
+        >>> len(output.outputs[0].token_ids)
+        4
+
+    """
+
+    def __init__(self, model: Any = "smollm2", **options: Any) -> None:
+        self.engine = Engine(EngineArgs.from_options({"model": model, **options}))
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, batched as they fit; outputs come in the order of the prompts.
+
+        ``sampling_params`` is one for all, or one a prompt. If one prompt is refused, none is run. Ctrl-C is taken between
+        steps: the requests of this call are aborted, and the engine stays usable.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong; the message says which prompt.
+
+        """
+        listed = _as_list(prompts)
+        return self._run([_unwrap(prompt) for prompt in listed], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages with role and content) or several.
+
+        Raises:
+            RequestError: the model has no chat template, or a conversation does not fit it.
+
+        """
+        several = bool(messages) and not isinstance(messages[0], dict)
+        chats: Sequence[Any] = messages if several else [messages]
+        prompts: list[str | list[int]] = [
+            self.engine.tokenizer.apply_chat_template(chat, add_generation_prompt) for chat in chats
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def close(self) -> None:
+        """Give threads and memory back. May be called twice."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: list[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(prompts))
+        request_ids: list[str] = []
+        try:
+            for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                request_id = str(next(self._numbers))
+                try:
+                    self.engine.add_request(request_id, prompt, msgspec.structs.replace(one, output_kind="final_only"))
+                except RequestError as error:
+                    if len(prompts) > 1:
+                        error.args = (f"prompt {number} of {len(prompts)}: {error.args[0]}", *error.args[1:])
+                    raise
+                request_ids.append(request_id)
+            outputs = self._step_until_done(len(request_ids), use_tqdm)
+        except BaseException:
+            self.engine.abort(request_ids)
+            raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _step_until_done(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+        from tqdm.auto import tqdm
+
+        outputs: dict[str, RequestOutput] = {}
+        with (
+            interrupts_between_steps() as check_interrupt,
+            tqdm(total=num_requests, desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+        ):
+            while len(outputs) < num_requests:
+                check_interrupt()
+                for output in self.engine.step():
+                    if output.finished:
+                        outputs[output.request_id] = output
+                        bar.update()
+        return outputs
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or many: a text, a dict and a list of ids are one."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    return listed
+
+
+def _unwrap(prompt: Any) -> str | list[int]:
+    if not isinstance(prompt, dict):
+        unwrapped: str | list[int] = prompt  # the engine checks it
+        return unwrapped
+    known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+    if not known:
+        raise RequestError(f"a prompt given as a dict needs prompt or prompt_token_ids; this one has {sorted(prompt)}")
+    first: str | list[int] = known[0]
+    return first
+
+
+def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    if len(sampling_params) != count:
+        raise RequestError(
+            f"{len(sampling_params)} sampling_params for {count} prompts; give one for all, or one for each prompt"
+        )
+    return sampling_params

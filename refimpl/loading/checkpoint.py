@@ -1,0 +1,133 @@
+"""Checkpoint: a model as it lies on disk (or in a function), and how its weights get into our model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from refimpl.config import ModelConfig
+from refimpl.errors import CheckpointError, ModelNotFoundError
+from refimpl.loading.dummy import fill_with_random
+from refimpl.loading.folder import FolderCheckpoint
+from refimpl.loading.gguf import GGUFCheckpoint
+from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder, hub_checkpoint_folder
+from refimpl.models.llama import LlamaForCausalLM
+from refimpl.models.registry import build_model
+from refimpl.models.tiny import tiny
+from refimpl.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoint(Protocol):
+    """What the engine asks of a model: give an object of your own as ``model`` to run weights from anywhere."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its numbers."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor with Hugging Face's name for it, in any float dtype, in any order."""
+
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+
+    def fingerprint(self) -> str:
+        """A hash that tells it from other models; benchmarks record it."""
+
+
+def open_checkpoint(model: Any) -> Checkpoint:
+    """The checkpoint that ``EngineArgs.model`` means: "smollm2", "tiny", a folder, a GGUF file, ORG/NAME, or an object.
+
+    Raises:
+        ModelNotFoundError: there is no such thing.
+        CheckpointError, UnsupportedModelError: it is there, but cannot be run.
+
+    """
+    if not isinstance(model, str | Path):
+        return _checked_object(model)
+    if model == "tiny":
+        return tiny()
+    if model == EMBEDDED_MODEL:
+        return FolderCheckpoint(embedded_checkpoint_folder(), name=EMBEDDED_MODEL)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    if path.is_dir():
+        return FolderCheckpoint(path)
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(model)) and path.suffix != ".gguf":
+        return FolderCheckpoint(hub_checkpoint_folder(str(model)), name=str(model))
+    raise ModelNotFoundError(
+        f"no model at {str(model)!r}: it is neither a folder, nor a GGUF file, nor ORG/NAME on the Hub. "
+        f"Without --model, refimpl runs its embedded model ({EMBEDDED_MODEL}); --model tiny needs no download"
+    )
+
+
+def _checked_object(model: Any) -> Checkpoint:
+    missing = [name for name in ("name", "config", "weights", "tokenizer", "fingerprint") if not hasattr(model, name)]
+    if missing:
+        raise ModelNotFoundError(
+            f"model is a {type(model).__name__}; it must be a name, a path, or a checkpoint object "
+            f"(this one lacks {', '.join(missing)})"
+        )
+    checkpoint: Checkpoint = model
+    return checkpoint
+
+
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Tensors that old checkpoints carry and that are worked out instead."""
+
+
+def load_model(
+    checkpoint: Checkpoint, load_format: str, dtype: torch.dtype, device: torch.device, seed: int
+) -> LlamaForCausalLM:
+    """The model with its weights, in ``dtype`` on ``device``, packed for a CPU.
+
+    Raises:
+        CheckpointError: tensors are missing, extra or misshapen; each is named.
+
+    """
+    model = build_model(checkpoint.config, dtype, device)
+    views = model.checkpoint_views()
+    if load_format == "dummy":
+        fill_with_random(views, seed)
+    else:
+        copy_weights(checkpoint.weights(), views, checkpoint)
+    model.pack_weights()
+    return model
+
+
+def copy_weights(weights: Iterable[tuple[str, Tensor]], views: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Copy each tensor to its view, and see that every view is filled. Mutates the views."""
+    missing, extra, misshapen = dict(views), [], []
+    for name, tensor in weights:
+        view = missing.pop(name, None)
+        if view is None:
+            if not IGNORED.search(name) and not (name == "lm_head.weight" and checkpoint.config.tie_word_embeddings):
+                extra.append(name)
+        elif view.shape != tensor.shape:
+            misshapen.append(f"{name} is {list(tensor.shape)}, config.json makes it {list(view.shape)}")
+        else:
+            view.copy_(tensor)
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (("missing", list(missing)), ("not in this architecture", extra), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"the tensors of {checkpoint.name} do not fit its configuration — {'; '.join(problems)}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,0 +1,90 @@
+"""A checkpoint folder in Hugging Face's layout: config.json, safetensors (one file, or shards with an index), tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from refimpl.config import ModelConfig
+from refimpl.errors import CheckpointError
+from refimpl.loading.hf_config import read_config
+from refimpl.tokenizer.tokenizer import Tokenizer
+
+INDEX = "model.safetensors.index.json"
+
+
+class FolderCheckpoint:
+    """A folder as ``save_pretrained`` writes it. Only safetensors are read: a pickle can run code."""
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        self.folder = folder
+        self.name = name or folder.name
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """From config.json and generation_config.json."""
+        return read_config(self.folder)
+
+    def files(self) -> list[Path]:
+        """The safetensors files, in order.
+
+        Raises:
+            CheckpointError: there are none, or the index names one that is missing.
+
+        """
+        index = self.folder / INDEX
+        if index.exists():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise CheckpointError(f"{index} cannot be read: {error!r}") from error
+            if any(Path(name).name != name for name in names):
+                raise CheckpointError(f"{index} names files outside its folder")
+        else:
+            names = ["model.safetensors"]
+        for name in names:
+            if not (self.folder / name).is_file():
+                raise CheckpointError(self._no_weights(name))
+        return [self.folder / name for name in names]
+
+    def _no_weights(self, name: str) -> str:
+        if any(self.folder.glob("*.bin")):
+            return (
+                f"{self.folder} has its weights in .bin files; refimpl reads safetensors only, since a pickle can run code. "
+                "Convert it with transformers: save_pretrained(…, safe_serialization=True)"
+            )
+        return f"{self.folder} has no {name}; download the checkpoint again, or use load_format=dummy for random weights"
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, mapped from the file and copied when it is used.
+
+        Raises:
+            CheckpointError: a file is damaged.
+
+        """
+        from safetensors import SafetensorError, safe_open
+
+        for path in self.files():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - a safe_open is no dict
+                        yield name, file.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is damaged or no safetensors file ({error}); download it again") from error
+
+    def tokenizer(self) -> Tokenizer:
+        """Read through transformers."""
+        return Tokenizer.from_pretrained(self.folder)
+
+    def fingerprint(self) -> str:
+        """blake2b over the names and sizes of the files and the first MiB of each."""
+        digest = hashlib.blake2b(digest_size=16)
+        for path in [self.folder / "config.json", *self.files()]:
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(2**20))
+        return digest.hexdigest()

@@ -1,0 +1,159 @@
+"""config.json and generation_config.json of a Hugging Face checkpoint, to our ModelConfig and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from refimpl.config import ModelConfig, RopeConfig
+from refimpl.errors import CheckpointError, UnsupportedModelError
+from refimpl.models.registry import ARCHITECTURES
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a checkpoint folder.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged, or lacks a number.
+        UnsupportedModelError: it asks for what refimpl does not implement.
+
+    """
+    raw = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    architecture = (raw.get("architectures") or ["none named"])[0]
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{folder} holds a {architecture} ({raw.get('model_type', 'unknown type')}); refimpl runs "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    _refuse_unsupported(raw, folder)
+    try:
+        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+        config = ModelConfig(
+            architecture=architecture,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(raw["intermediate_size"]),
+            num_hidden_layers=int(raw["num_hidden_layers"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            max_position_embeddings=int(raw["max_position_embeddings"]),
+            rms_norm_eps=float(raw["rms_norm_eps"]),
+            rope=_read_rope(raw, folder),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            eos_token_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
+            bos_token_id=(_ids(raw.get("bos_token_id")) or (None,))[0],
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{folder / 'config.json'} lacks {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} has a value of the wrong kind: {error}") from error
+    check_sizes(config, str(folder / "config.json"))
+    return config
+
+
+def check_sizes(config: ModelConfig, where: str) -> None:
+    """See that a configuration's sizes fit together.
+
+    Raises:
+        CheckpointError: they do not.
+
+    """
+    sizes = (
+        config.vocab_size,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.max_position_embeddings,
+    )
+    if min(sizes) < 1:
+        raise CheckpointError(f"{where} has a size under 1: {config}")
+    if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
+        raise CheckpointError(
+            f"{where}: {config.num_attention_heads} query heads over {config.num_key_value_heads} key/value heads of "
+            f"{config.head_dim} dimensions do not divide evenly"
+        )
+
+
+def write_config(config: ModelConfig, folder: Path) -> None:
+    """Write config.json and generation_config.json as transformers reads them."""
+    eos = list(config.eos_token_ids)
+    common = {"bos_token_id": config.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
+    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    if config.rope.kind == "llama3":
+        rope |= {key: getattr(config.rope, key) for key in _LLAMA3_KEYS}
+    if config.rope.frequency_divisors:
+        rope["frequency_divisors"] = list(config.rope.frequency_divisors)
+    raw = common | {
+        "architectures": [config.architecture],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(common, indent=2) + "\n")
+
+
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _read_rope(raw: dict[str, Any], folder: Path) -> RopeConfig:
+    """Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) or "default"
+    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    if kind == "default":
+        return RopeConfig(theta=theta, frequency_divisors=tuple(rope.get("frequency_divisors", ())))
+    if kind == "llama3":
+        return RopeConfig(theta=theta, kind="llama3", **{key: rope[key] for key in _LLAMA3_KEYS})
+    raise UnsupportedModelError(f"{folder} scales its rotary embedding by {kind!r}; refimpl knows default and llama3")
+
+
+def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise UnsupportedModelError(f"{folder} has {key}; refimpl's Llama has no biases")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(f"{folder} uses the activation {raw['hidden_act']!r}; refimpl's Llama has silu")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(f"{folder} is quantised ({method}); use its 16-bit safetensors or a GGUF file")
+
+
+def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids from keys that hold one, several or none; each once, in order."""
+    found: dict[int, None] = {}
+    for value in values:
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None:
+                found[int(token_id)] = None
+    return tuple(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+    return content

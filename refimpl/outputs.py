@@ -1,0 +1,201 @@
+"""The records that cross module borders: one step's plan, its outcome, and what a user gets. All are frozen.
+
+::
+
+    Scheduler.schedule() ─ SchedulerOutput ─► Executor ─ ModelRunnerOutput ─► Scheduler.update() ─► RequestOutput
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+NO_TOKEN = -1
+"""A row that drew nothing: its prompt is not computed to the end yet."""
+BAD_LOGITS = -2
+"""A row whose logits hold NaN, +inf, or no finite number at all: its request fails, alone."""
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """The rows of a step. The same object is used again, step after step, while no row changes."""
+
+    version: int
+    """Changes whenever a row does; whoever has the batch of this version needs nothing else to know the rows."""
+    sequence_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+    num_new_tokens: tuple[int, ...]
+    """Tokens to compute in each row: a prefill chunk, a decode (1), or a check of drafts (K + 1)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole step, ``T``."""
+        return sum(self.num_new_tokens)
+
+
+class Admission(msgspec.Struct, frozen=True, gc=False):
+    """A sequence takes a slot: all that the executor must know of it until it leaves."""
+
+    slot: int
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    """Prompt, and the output so far of one that was preempted."""
+    num_computed_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    path: int
+
+
+class NewBlocks(msgspec.Struct, frozen=True, gc=False):
+    """Blocks appended to the table of the sequence in a slot."""
+
+    slot: int
+    block_ids: tuple[int, ...]
+
+
+class Arrival(msgspec.Struct, frozen=True, gc=False):
+    """A request joined the queue."""
+
+    request_id: str
+    sequence_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+class Preemption(msgspec.Struct, frozen=True, gc=False):
+    """A running sequence gave its slot and blocks back and waits again."""
+
+    sequence_id: int
+    mode: str
+    block_ids: tuple[int, ...]
+
+
+class Finish(msgspec.Struct, frozen=True, gc=False):
+    """A sequence ended, with the blocks that it gave back."""
+
+    sequence_id: int
+    reason: str
+    block_ids: tuple[int, ...]
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """Why the scheduler did what it did to one sequence: a kind and its numbers (told by ``events.describe``)."""
+
+    step: int
+    time: float
+    """Seconds on the engine's clock."""
+    sequence_id: int
+    kind: str
+    numbers: dict[str, int | str] = {}
+
+
+_WireBatch = Batch | int
+_Wire = tuple[int, _WireBatch, tuple[Admission, ...], tuple[NewBlocks, ...], tuple[int, ...]]
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
+    """One step as the scheduler planned it.
+
+    ``batch`` is whole, for whoever reads steps. An executor applies the changes in this order: ``admitted``,
+    ``restarted``, ``new_blocks``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where
+    that slot stands. A row that reaches its sequence's last known token draws the next one.
+    """
+
+    step: int
+    batch: Batch
+    admitted: tuple[Admission, ...] = ()
+    restarted: tuple[int, ...] = ()
+    """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
+    new_blocks: tuple[NewBlocks, ...] = ()
+    # What follows is for readers of steps; an executor needs none of it.
+    arrived: tuple[Arrival, ...] = ()
+    aborted: tuple[Finish, ...] = ()
+    """Ended between the last step and this one, before this one took any blocks."""
+    preempted: tuple[Preemption, ...] = ()
+    exhausted: tuple[Finish, ...] = ()
+    """Ended in planning this step: alone, and the pool has no block left for it."""
+    decisions: tuple[Decision, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.batch.slots
+
+    def to_wire(self, known_version: int) -> bytes:
+        """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes."""
+        batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
+        return msgspec.msgpack.encode((self.step, batch, self.admitted, self.new_blocks, self.restarted))
+
+    @classmethod
+    def from_wire(cls, data: bytes, known: Batch) -> SchedulerOutput:
+        """The executor's half of a SchedulerOutput, read against the batch that it holds.
+
+        Raises:
+            ValueError: the sender counts on a batch of another version than ``known``.
+
+        """
+        step, batch, admitted, new_blocks, restarted = msgspec.msgpack.decode(data, type=_Wire)
+        if isinstance(batch, int):
+            if batch != known.version:
+                raise ValueError(f"this executor holds batch {known.version}; the step counts on batch {batch}")
+            batch = known
+        return cls(step=step, batch=batch, admitted=admitted, new_blocks=new_blocks, restarted=restarted)
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
+    """What a step computed: one entry a row of its batch."""
+
+    token_ids: tuple[int, ...]
+    """The token drawn, ``NO_TOKEN`` or ``BAD_LOGITS``."""
+
+
+class RequestMetrics(msgspec.Struct):
+    """When things happened to a request, in seconds of the engine's clock (``time.monotonic``)."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    token_times: list[list[float]] = []
+    """For each sample, when each of its output tokens became known."""
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first output token of any sample (TTFT)."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def inter_token_latencies(self) -> list[list[float]]:
+        """For each sample, the seconds between neighbouring output tokens (ITL)."""
+        return [[b - a for a, b in itertools.pairwise(times)] for times in self.token_times]
+
+
+class CompletionOutput(msgspec.Struct, frozen=True):
+    """One sample of a request: all of it so far, or what is new, by ``SamplingParams.output_kind``."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """None while it runs; then stop, length, abort or error."""
+    stop_reason: int | str | None = None
+    """The id in ``stop_token_ids`` that ended it, or a sentence about an error or an early end."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether this sample has ended."""
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What a user gets of a request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics

@@ -1,0 +1,111 @@
+"""Request and Sequence: what a user asked for, and the samples that grow from it.
+
+A request has one prompt and ``n`` samples. Each sample is a :class:`Sequence`, the unit that the cache and the scheduler
+handle. There is no prefill phase and no decode phase: a sequence has ``num_computed_tokens`` catching up with
+``num_tokens``, and a token is drawn whenever it has caught up.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from refimpl.outputs import Decision, RequestMetrics
+from refimpl.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+DECISIONS_KEPT = 256
+"""Decisions remembered a request: the first ones go first."""
+
+
+class Status(enum.Enum):
+    """Where a sequence is. Preempted sequences are waiting again, with their tokens kept."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a request.
+
+    ``token_ids`` are prompt and output, as far as their ids are known here. ``num_tokens_in_flight`` more have been
+    ordered from the executor; their ids arrive with ``Scheduler.update``. Two sequences are never equal (identity).
+    """
+
+    sequence_id: int
+    """Unique in the engine's life, in order of arrival: the lower is the older."""
+    request: Request
+    index: int
+    """Which of the request's n samples this is."""
+    token_ids: list[int]
+    num_prompt_tokens: int
+    path: int
+    """The branch of randomness, 64 bits: sample i of n has its own (:func:`refimpl.kernels.philox.branch`)."""
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache, or ordered to be: advanced by ``Scheduler.schedule``."""
+    num_tokens_in_flight: int = 0
+    slot: int | None = None
+    """The row of the running batch that it holds."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id, or the sentence that explains an error or an early end."""
+    num_preemptions: int = 0
+    token_times: list[float] = field(default_factory=list)
+    """When each output token became known, in seconds of the engine's clock."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens, those in flight counted."""
+        return len(self.token_ids) + self.num_tokens_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens, those in flight counted."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The output ids that are known."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.status is Status.FINISHED
+
+    @property
+    def name(self) -> str:
+        """How people refer to it: the request's id, and ``/index`` where there are several samples."""
+        return self.request.request_id if self.request.params.n == 1 else f"{self.request.request_id}/{self.index}"
+
+
+@dataclass(eq=False)
+class Request:
+    """What a user asked for, its samples, and the story of what was decided about it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """The Philox key of its random numbers, 64 bits."""
+    max_tokens: int
+    """The most output tokens a sample: the request's own limit, or what is left of ``max_model_len``."""
+    metrics: RequestMetrics
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    user: str | None = None
+    """Whom it is for: policies may share the machine out by it."""
+    sequences: list[Sequence] = field(default_factory=list)
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sequence.finished for sequence in self.sequences)

@@ -1,0 +1,191 @@
+"""Tokenizer: a Hugging Face tokenizer (the tokenizers library), with a chat template that transformers renders.
+
+transformers is imported only where a checkpoint's tokenizer is read or a chat template is rendered, so the tiny model is
+ready without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from refimpl.errors import CheckpointError, RequestError
+
+Message = dict[str, Any]
+"""One message of a chat: at least ``role`` and ``content``."""
+
+
+class Tokenizer:
+    """Encodes as the tokenizer's own configuration says: special tokens are added once, where it adds them."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: str | None = None,
+        special_tokens: dict[str, str] | None = None,
+        renderer: Any = None,
+    ) -> None:
+        # A tokenizer.json may carry the truncation that its model was trained with; a prompt is never cut.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self._chat_template = chat_template
+        self._special_tokens = special_tokens or {}
+        self._renderer = renderer
+        self.token_text = functools.lru_cache(maxsize=65_536)(self._token_text)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, gguf_file: str | None = None) -> Tokenizer:
+        """Read a checkpoint's tokenizer, from its folder or from inside a GGUF file.
+
+        transformers reads it, except where its generic class would take tokenizer.json as it is: then so do we, and save
+        the seconds of importing it.
+
+        Raises:
+            CheckpointError: the files are missing or unreadable.
+
+        """
+        where = folder / gguf_file if gguf_file else folder
+        try:
+            if gguf_file is None and (settings := _generic_settings(folder)) is not None:
+                return cls(
+                    tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+                    chat_template=_chat_template(folder, settings),
+                    special_tokens={k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)},
+                )
+            loaded = _read_with_transformers(folder, gguf_file)
+        except Exception as error:  # the parsers raise whatever they like
+            raise CheckpointError(
+                f"the tokenizer of {where} cannot be read ({type(error).__name__}: {_first_line(error)}); "
+                "a checkpoint folder needs a tokenizer.json"
+            ) from error
+        return cls(loaded.backend_tokenizer, chat_template=loaded.chat_template, renderer=loaded)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows, added tokens counted."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`apply_chat_template` can work."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Ids that the tokenizer does not know have no text."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _token_text(self, token_id: int) -> str:
+        """One token on its own, for people to look at: special tokens by name, parts of a character as U+FFFD."""
+        return str(self.backend.decode([token_id], skip_special_tokens=False))
+
+    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a chat, ready for the assistant's turn. The template writes all special tokens itself.
+
+        Rendered by transformers, in its sandbox.
+
+        Raises:
+            RequestError: the model has no chat template, or the messages do not fit it.
+
+        """
+        if self._chat_template is None:
+            raise RequestError("this model has no chat template; use generate() with a prompt of your own")
+        for number, message in enumerate(messages):
+            if not isinstance(message, dict) or "role" not in message or "content" not in message:
+                raise RequestError(f"message {number} of the chat is {message!r}; it must be a dict with role and content")
+        if not messages:
+            raise RequestError("the chat has no messages; give at least one with role and content")
+        if self._renderer is None:
+            from transformers import PreTrainedTokenizerFast
+
+            self._renderer = PreTrainedTokenizerFast(
+                tokenizer_object=self.backend, chat_template=self._chat_template, **self._special_tokens
+            )
+        try:
+            text = self._renderer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template may raise whatever it likes
+            raise RequestError(f"the chat template refused the messages: {_first_line(error)}") from error
+        return self.encode(text, add_special_tokens=False)
+
+
+GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
+"""transformers' classes that add nothing to what tokenizer.json says."""
+
+
+def _generic_settings(folder: Path) -> dict[str, Any] | None:
+    """tokenizer_config.json, if nothing in it changes how tokenizer.json encodes."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return None
+    settings: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+    changing = {"add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "extra_special_tokens"}
+    generic = settings.get("tokenizer_class") in GENERIC_CLASSES and not changing & settings.keys()
+    return settings if generic else None
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _read_with_transformers(folder: Path, gguf_file: str | None) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        source = {} if gguf_file is None else {"gguf_file": gguf_file}
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **source)
+    finally:
+        logging.set_verbosity(level)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """A token for each byte (ids 0 to 255), then ``<|end|>`` (256) and the chat roles, then fillers up to ``vocab_size``."""
+    alphabet = _byte_alphabet()
+    fillers = [f"<|{i}|>" for i in range(256 + len(SPECIAL_TOKENS), vocab_size)]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([*SPECIAL_TOKENS, *fillers])
+    return Tokenizer(backend, chat_template=CHAT_TEMPLATE, special_tokens={"eos_token": SPECIAL_TOKENS[0]})
+
+
+def letter_tokenizer(vocab_size: int) -> Tokenizer:
+    """For vocabularies too small for bytes: the words ``a``, ``b``, … stand for ids 0, 1, …, separated by spaces."""
+    words = {chr(ord("a") + i) if vocab_size <= 26 else f"t{i}": i for i in range(vocab_size)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=words, unk_token=next(iter(words))))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(backend)
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that the byte-level pre-tokenizer writes for each byte, by byte (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [chars[byte] for byte in range(256)]
