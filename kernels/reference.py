@@ -37,15 +37,15 @@ def rotary(
     ``cos`` and ``sin`` hold ``half = D / 2`` angles a token. Source: Su et al. 2021, "RoFormer"; the halves layout is
     that of GPT-NeoX and Hugging Face.
     """
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second = at_least_float32(x).chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1).to(first.dtype), sin.unsqueeze(1).to(first.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     """SwiGLU's product (Shazeer 2020): the first half of the columns through SiLU, times the second half."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def paged_attention(

@@ -28,17 +28,32 @@ bench = typer.Typer(help="Measure, and print one JSON object of figures and chec
 app.add_typer(bench, name="bench")
 
 
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""click's, or the copy of click that newer versions of typer carry."""
+
+
 def main() -> None:
     """The ``refimpl`` command: what went wrong in one or two lines on stderr, and exit code 2 (130 after Ctrl-C)."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        _fail_usage(error)
     except RefimplError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    if code == 130:
         _fail("interrupted", 130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail_usage(error: Any) -> NoReturn:
+    """An option or command that does not exist, or a value of the wrong kind. Its message is empty where help was shown."""
+    command = error.ctx.command_path if error.ctx is not None else "refimpl"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if not message:
+        sys.exit(2)
+    _fail(f"{message} (see {command} --help)", 2)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -117,7 +132,7 @@ def generate(
     with LLM(**engine_options) as llm:
         show_bar = not as_json and sys.stderr.isatty() and len(listed) > 1
         if chat:
-            conversations = [[{"role": "user", "content": _text(prompt)}] for prompt in listed]
+            conversations = [[{"role": "user", "content": _chat_text(prompt)}] for prompt in listed]
             outputs = llm.chat(conversations, params, use_tqdm=show_bar)
         else:
             outputs = llm.generate(listed, params, use_tqdm=show_bar)
@@ -132,11 +147,11 @@ def generate(
 
 def _read_prompts(path: Path) -> list[Any]:
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RefimplError(f"the prompts file cannot be read: {error}") from error
     prompts: list[Any] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at U+2028, which JSON allows
         if not line.strip():
             continue
         try:
@@ -154,6 +169,12 @@ def _read_prompts(path: Path) -> list[Any]:
 def _text(prompt: Any) -> str:
     """The text of a prompt as given; token ids have none."""
     return prompt if isinstance(prompt, str) else str(prompt.get("prompt") or "")
+
+
+def _chat_text(prompt: Any) -> str:
+    if not _text(prompt):
+        raise RefimplError("--chat puts texts through the chat template; a prompt of token ids has none")
+    return _text(prompt)
 
 
 def _json_object(output: Any, given: Any) -> dict[str, Any]:
@@ -195,8 +216,9 @@ def _print_text(output: Any, given: Any, alone: bool, prefix: str) -> None:
             title = _text(given) or f"{len(output.prompt_token_ids)} token ids"
             console.rule(Text(title if len(output.outputs) == 1 else f"{title} — sample {sample.index}"), align="left")
         console.print(Text(prefix, style="dim") + Text(sample.text))
-    if any(sample.finish_reason == "error" for sample in output.outputs):
-        print(f"refimpl: {output.outputs[0].stop_reason}", file=sys.stderr)
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            print(f"refimpl: {sample.stop_reason}", file=sys.stderr)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from numbers import Integral
 from typing import Any
 
 from refimpl.cache import KVCacheManager, Violation, audit
@@ -33,6 +34,16 @@ log = logging.getLogger(__name__)
 
 FINISHED_KEPT = 1000
 """Finished requests that ``explain`` still knows."""
+
+
+def _token_id(item: object, position: int, request_id: str) -> int:
+    """An item of a prompt as an int; numpy's whole numbers are fine, True is not 1."""
+    if not isinstance(item, bool) and isinstance(item, Integral):
+        return int(item)
+    raise PromptError(
+        f"item {position} of the prompt is {item!r}; a prompt is a text or a list of token ids, whole numbers",
+        request_id=request_id,
+    )
 
 
 @dataclass(frozen=True)
@@ -152,10 +163,11 @@ class Engine:
         if isinstance(prompt, str):
             try:
                 token_ids = self.tokenizer.encode(prompt)
-            except UnicodeEncodeError as error:
-                raise PromptError(f"the prompt is no valid Unicode text: {error}", request_id=request_id) from error
-        elif isinstance(prompt, list | tuple) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            token_ids = list(prompt)
+            except PromptError as error:
+                error.request_id = request_id
+                raise
+        elif isinstance(prompt, list | tuple):
+            token_ids = [_token_id(item, position, request_id) for position, item in enumerate(prompt)]
         else:
             raise PromptError(
                 f"the prompt is a {type(prompt).__name__}; it must be a text or a list of token ids",
@@ -216,6 +228,7 @@ class Engine:
                 if (request := self._requests.get(one)) is not None:
                     self.scheduler.abort(request)
                     self._retire(request)
+            self._drain_if_idle()
             if not self.has_unfinished_requests():
                 self._tell_news()
 
@@ -249,7 +262,14 @@ class Engine:
                 self._in_flight.append(_InFlight(scheduler_output, self._executor.submit(scheduler_output), planned))
                 if len(self._in_flight) <= self._depth:
                     return exhausted
-            return exhausted + self._take_in_oldest()
+            outputs = exhausted + self._take_in_oldest()
+            self._drain_if_idle()
+            return outputs
+
+    def _drain_if_idle(self) -> None:
+        """Take in a step that was submitted before its only sequences turned out to have ended: all of it is discarded."""
+        while self._in_flight and not self.scheduler.has_unfinished:
+            self._take_in_oldest()
 
     def _take_in_oldest(self) -> list[RequestOutput]:
         if not self._in_flight:
@@ -303,6 +323,7 @@ class Engine:
             or scheduler_output.aborted
             or scheduler_output.preempted
             or scheduler_output.exhausted
+            or scheduler_output.decisions
         )
         if news and self.events.wanted:
             text = self.tokenizer.token_text
@@ -345,7 +366,6 @@ class Engine:
                 return
             self.abort(list(self._requests))
             self._closed = True
-            self._in_flight.clear()
             self._executor.close()
 
     def _check_open(self) -> None:

@@ -5,6 +5,10 @@ entry a row. Within a record, things happen in this order::
 
     arrived · aborted · preempted, exhausted · admitted · swapped_in · copies · allocated · the batch · tokens · finished
 
+A record is written when its step's tokens are taken in, so a log is in the order of ``updated_at``. With overlap the next
+step has been planned by then, and a sequence that ends gives back blocks that the next step took for it: whoever rebuilds
+tables and counts of free blocks goes by :func:`moments`.
+
 On disk a log is JSON lines (gzipped where the name ends in .gz): a header, then a record a line.
 """
 
@@ -13,10 +17,11 @@ from __future__ import annotations
 import gzip
 import logging
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -100,6 +105,30 @@ class LogHeader(msgspec.Struct, frozen=True):
     """The engine's numbers: model, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len."""
 
 
+class _Version(msgspec.Struct):
+    """What every schema's header has."""
+
+    schema: int
+    refimpl: str = "its version is not noted"
+
+
+Moment = Literal["planned", "updated"]
+
+
+def moments(records: Iterable[StepRecord], overlap: bool) -> list[tuple[Moment, StepRecord]]:
+    """Each step's two moments in the order in which they happened; ``overlap`` is the header's ``async_scheduling``.
+
+    "planned" is everything up to the batch: aborts, preemptions, admissions, allocations. "updated" is what its tokens
+    brought: ends, and the blocks that they gave back. Moments of equal time (a virtual clock) go by the rule of the loop:
+    step N is taken in before step N + 1 is planned, with overlap before N + 2 is.
+    """
+    timed: list[tuple[float, float, Moment, StepRecord]] = []
+    for record in records:
+        timed.append((record.scheduled_at, record.step, "planned", record))
+        timed.append((record.updated_at, record.step + (1.5 if overlap else 0.5), "updated", record))
+    return [(moment, record) for _, _, moment, record in sorted(timed, key=lambda entry: entry[:2])]
+
+
 class EventLog:
     """A ring buffer of step records with subscribers.
 
@@ -124,17 +153,16 @@ class EventLog:
                 subscriber(record)
             except Exception:
                 log.warning("an event subscriber raised and gets no more events: %r", subscriber, exc_info=True)
-                self._subscribers.remove(subscriber)
+                self._unsubscribe(subscriber)
 
     def subscribe(self, subscriber: Callable[[StepRecord], None]) -> Callable[[], None]:
         """Call ``subscriber(record)`` after each step, in the engine's thread. Returns what ends the subscription."""
         self._subscribers.append(subscriber)
+        return lambda: self._unsubscribe(subscriber)
 
-        def unsubscribe() -> None:
-            if subscriber in self._subscribers:
-                self._subscribers.remove(subscriber)
-
-        return unsubscribe
+    def _unsubscribe(self, subscriber: Callable[[StepRecord], None]) -> None:
+        if subscriber in self._subscribers:
+            self._subscribers.remove(subscriber)
 
     def save(self, path: str | Path) -> None:
         """Write the header and the records that are kept, as JSON lines (gzipped if the name ends in .gz)."""
@@ -154,21 +182,30 @@ class EventLog:
         path = Path(path)
         try:
             with _open(path, "rb") as file:
-                header = msgspec.json.decode(file.readline(), type=LogHeader)
-                if header.schema != SCHEMA_VERSION:
+                first_line = file.readline()
+                written_by = msgspec.json.decode(first_line, type=_Version)  # alone: another schema has other fields
+                if written_by.schema != SCHEMA_VERSION:
                     raise RefimplError(
-                        f"{path} has event schema {header.schema}; this refimpl reads {SCHEMA_VERSION}. "
-                        f"Read it with the refimpl that wrote it ({header.refimpl})"
+                        f"{path} has event schema {written_by.schema}; this refimpl reads {SCHEMA_VERSION}. "
+                        f"Read it with the refimpl that wrote it ({written_by.refimpl})"
                     )
+                header = msgspec.json.decode(first_line, type=LogHeader)
                 records = [msgspec.json.decode(line, type=StepRecord) for line in file]
-        except (msgspec.MsgspecError, EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
             raise RefimplError(f"{path} is no event log, or is damaged: {error}") from error
         loaded = cls(header, capacity=max(1, len(records)))
         loaded.records.extend(records)
         return loaded
 
     def replay(self, speed: float | None = None) -> Iterator[StepRecord]:
-        """The records in order: at once, or waiting between them as they were apart, ``speed`` times as fast."""
+        """The records in order: at once, or waiting between them as they were apart, ``speed`` times as fast.
+
+        Raises:
+            RefimplError: ``speed`` is not above 0.
+
+        """
+        if speed is not None and not speed > 0:
+            raise RefimplError(f"speed is {speed}; it must be above 0 (2 is twice as fast), or None to wait for nothing")
         previous: float | None = None
         for record in tuple(self.records):
             if speed is not None and previous is not None:

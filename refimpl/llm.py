@@ -159,11 +159,13 @@ def _unwrap(prompt: Any) -> str | list[int]:
     if not isinstance(prompt, dict):
         unwrapped: str | list[int] = prompt  # the engine checks it
         return unwrapped
-    known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-    if not known:
-        raise RequestError(f"a prompt given as a dict needs prompt or prompt_token_ids; this one has {sorted(prompt)}")
-    first: str | list[int] = known[0]
-    return first
+    for key, kind in (("prompt_token_ids", list | tuple), ("prompt", str)):
+        if (value := prompt.get(key)) is not None:
+            if not isinstance(value, kind):
+                raise RequestError(f"{key} is {value!r}; it must be a {'text' if kind is str else 'list of token ids'}")
+            given: str | list[int] = value
+            return given
+    raise RequestError(f"a prompt given as a dict needs prompt or prompt_token_ids; this one has {sorted(prompt)}")
 
 
 def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
@@ -171,6 +173,8 @@ def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
+    if not isinstance(sampling_params, list | tuple) or not all(isinstance(p, SamplingParams) for p in sampling_params):
+        raise RequestError(f"sampling_params is {sampling_params!r}; it must be a SamplingParams, or a list of them")
     if len(sampling_params) != count:
         raise RequestError(
             f"{len(sampling_params)} sampling_params for {count} prompts; give one for all, or one for each prompt"

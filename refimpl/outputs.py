@@ -17,7 +17,7 @@ BAD_LOGITS = -2
 """A row whose logits hold NaN, +inf, or no finite number at all: its request fails, alone."""
 
 
-class Batch(msgspec.Struct, frozen=True, gc=False):
+class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The rows of a step. The same object is used again, step after step, while no row changes."""
 
     version: int
@@ -33,7 +33,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
         return sum(self.num_new_tokens)
 
 
-class Admission(msgspec.Struct, frozen=True, gc=False):
+class Admission(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A sequence takes a slot: all that the executor must know of it until it leaves."""
 
     slot: int
@@ -49,7 +49,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     path: int
 
 
-class NewBlocks(msgspec.Struct, frozen=True, gc=False):
+class NewBlocks(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Blocks appended to the table of the sequence in a slot."""
 
     slot: int

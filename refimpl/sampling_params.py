@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
@@ -13,6 +12,9 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: the softmax of any logits that differ is one-hot there."""
+
+HOTTEST = 1e30
+"""Far beyond where every token is equally probable, and still a float32."""
 
 _INT64 = 2**63
 
@@ -61,10 +63,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return isinstance(value, int) and not isinstance(value, bool)
 
         def is_number(value: object) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            return isinstance(value, int | float) and not isinstance(value, bool)
 
         check(is_int(self.n) and 1 <= self.n <= 1024, "n", "a whole number from 1 to 1024")
-        check(is_number(self.temperature) and self.temperature >= 0, "temperature", "a finite number, 0 (greedy) or more")
+        hot_enough = is_number(self.temperature) and 0 <= self.temperature <= HOTTEST
+        check(hot_enough, "temperature", f"a finite number, 0 (greedy) or more (at most {HOTTEST:g})")
         check(is_number(self.top_p) and 0 <= self.top_p <= 1, "top_p", "a number from 0 (greedy) to 1 (off)")
         check(is_int(self.top_k) and -1 <= self.top_k < _INT64, "top_k", "a whole number: 0 or -1 (off), or 1 and more")
         check(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number from 0 (off) to 1")
@@ -85,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "a list of token ids, each 0 or more",
         )
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("temperature", "top_p", "min_p"):
+            msgspec.structs.force_setattr(self, name, float(getattr(self, name)))
 
     @property
     def greedy(self) -> bool:

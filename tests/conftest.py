@@ -1,19 +1,30 @@
-"""Shapes are checked at run time in tests: jaxtyping's annotations, by beartype, in every module that computes."""
+"""Settings and fixtures of all tests."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never asks the Hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import jaxtyping  # noqa: E402
+import pytest
+import torch
 
-CHECKED = ["kernels", "layers", "attention", "models", "sampling", "executor"]
-jaxtyping.install_import_hook([f"refimpl.{name}" for name in CHECKED], "beartype.beartype")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+def pytest_collection_finish():
+    """An engine collects garbage when it closes; what the imports made need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
 
-torch.set_num_threads(2)
+
+def pytest_sessionfinish():
+    """What is frozen would never be freed, and bindings that count their objects complain at the exit."""
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """The tiny model's products are too small to share between threads; the embedded model's are not."""
+    torch.set_num_threads(2 if "smollm2" in request.fixturenames else 1)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -25,6 +25,7 @@ class AttentionMetadata:
     """Where each new token's key and value go: ``block_id * B + offset``."""
 
 
+@runtime_checkable
 class AttentionStep(Protocol):
     """A backend made ready for one step: every layer uses the same one."""
 
@@ -35,6 +36,7 @@ class AttentionStep(Protocol):
         """Attention of each new token over its sequence's tokens up to itself."""
 
 
+@runtime_checkable
 class AttentionBackend(Protocol):
     """A way to compute attention over the paged cache."""
 

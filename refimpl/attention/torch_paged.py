@@ -109,7 +109,8 @@ class TorchPagedStep:
     """One step's groups, ready for every layer."""
 
     def __init__(self, metadata: AttentionMetadata, softmax_scale: float, scratch: list[Tensor | None]) -> None:
-        self._slot_mapping = metadata.slot_mapping
+        block_size = metadata.block_size
+        self._targets = (metadata.slot_mapping // block_size, metadata.slot_mapping % block_size)
         self._scale = softmax_scale
         self._scratch = scratch
         tiles = cut_tiles(metadata.query_lens, metadata.seqused_k)
@@ -117,8 +118,9 @@ class TorchPagedStep:
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in their slots. Mutates ``layer_kv``."""
-        layer_kv.k.flatten(0, 1).index_copy_(0, self._slot_mapping, key)
-        layer_kv.v.flatten(0, 1).index_copy_(0, self._slot_mapping, value)
+        # By block and offset, not by a flat view: that would be a copy where blocks lie apart, and the write would be lost.
+        layer_kv.k.index_put_(self._targets, key)
+        layer_kv.v.index_put_(self._targets, value)
 
     def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         """Attention of each new token over its sequence's tokens up to itself."""

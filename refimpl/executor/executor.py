@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 
 
+@runtime_checkable
 class Executor(Protocol):
     """Computes steps in the order in which they are submitted."""
 

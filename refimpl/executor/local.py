@@ -36,6 +36,7 @@ class LocalExecutor:
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int, asynchronous: bool) -> None:
         self.device = resolve_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
+        self._check_room_for_weights(checkpoint)
         try:
             model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed)
             max_num_seqs, max_num_batched_tokens = args.step_limits()
@@ -56,6 +57,19 @@ class LocalExecutor:
             ) from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="refimpl-step") if asynchronous else None
         self._closed = False
+
+    def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
+        """Say before the loading, not minutes into it, that the weights alone are too large."""
+        needed = checkpoint.config.num_parameters * self.dtype.itemsize
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_host_memory()
+        if needed > free:
+            raise OutOfMemoryError(
+                f"{checkpoint.name} has {checkpoint.config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
+                f" in {str(self.dtype).removeprefix('torch.')}; {self.device} has {free / GIB:.1f} GiB free. Use a smaller "
+                "dtype or model, or another device",
+                needed=needed,
+                free=free,
+            )
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step: at once, or in the worker thread after those before it."""

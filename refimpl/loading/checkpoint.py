@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from refimpl.config import ModelConfig
-from refimpl.errors import CheckpointError, ModelNotFoundError
+from refimpl.config import GIB, ModelConfig
+from refimpl.errors import CheckpointError, ModelNotFoundError, OutOfMemoryError
 from refimpl.loading.dummy import fill_with_random
 from refimpl.loading.folder import FolderCheckpoint
 from refimpl.loading.gguf import GGUFCheckpoint
@@ -25,6 +26,7 @@ from refimpl.tokenizer.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """What the engine asks of a model: give an object of your own as ``model`` to run weights from anywhere."""
 
@@ -60,10 +62,10 @@ def open_checkpoint(model: Any) -> Checkpoint:
         return tiny()
     if model == EMBEDDED_MODEL:
         return FolderCheckpoint(embedded_checkpoint_folder(), name=EMBEDDED_MODEL)
-    path = Path(model).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path):  # unlike Path.is_file, false for a name that no file can have
         return GGUFCheckpoint(path)
-    if path.is_dir():
+    if os.path.isdir(path) and model != "":
         return FolderCheckpoint(path)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(model)) and path.suffix != ".gguf":
         return FolderCheckpoint(hub_checkpoint_folder(str(model)), name=str(model))
@@ -95,9 +97,10 @@ def load_model(
 
     Raises:
         CheckpointError: tensors are missing, extra or misshapen; each is named.
+        OutOfMemoryError: this machine cannot hold the weights.
 
     """
-    model = build_model(checkpoint.config, dtype, device)
+    model = _allocate(checkpoint, dtype, device)
     views = model.checkpoint_views()
     if load_format == "dummy":
         fill_with_random(views, seed)
@@ -107,25 +110,50 @@ def load_model(
     return model
 
 
+def _allocate(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    try:
+        return build_model(checkpoint.config, dtype, device)
+    except RuntimeError as error:
+        # torch.OutOfMemoryError is a GPU's; on a CPU the allocator's error has no class of its own.
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" not in str(error):
+            raise
+        needed = checkpoint.config.num_parameters * dtype.itemsize
+        raise OutOfMemoryError(
+            f"{checkpoint.name} needs {needed / GIB:.1f} GiB for its weights, more than this machine can give; use a "
+            "smaller model or a 16-bit dtype",
+            needed=needed,
+        ) from error
+
+
 def copy_weights(weights: Iterable[tuple[str, Tensor]], views: dict[str, Tensor], checkpoint: Checkpoint) -> None:
     """Copy each tensor to its view, and see that every view is filled. Mutates the views."""
-    missing, extra, misshapen = dict(views), [], []
+    missing, extra, misshapen, no_floats = dict(views), [], [], []
     for name, tensor in weights:
         view = missing.pop(name, None)
         if view is None:
             if not IGNORED.search(name) and not (name == "lm_head.weight" and checkpoint.config.tie_word_embeddings):
                 extra.append(name)
         elif view.shape != tensor.shape:
-            misshapen.append(f"{name} is {list(tensor.shape)}, config.json makes it {list(view.shape)}")
+            misshapen.append(f"{name} is {list(tensor.shape)}, its configuration makes it {list(view.shape)}")
+        elif not tensor.is_floating_point():
+            no_floats.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
         else:
             view.copy_(tensor)
     problems = [
         f"{what}: {_some(names)}"
-        for what, names in (("missing", list(missing)), ("not in this architecture", extra), ("misshapen", misshapen))
+        for what, names in (
+            ("missing", list(missing)),
+            ("not in this architecture", extra),
+            ("misshapen", misshapen),
+            ("not of a float type", no_floats),
+        )
         if names
     ]
     if problems:
-        raise CheckpointError(f"the tensors of {checkpoint.name} do not fit its configuration — {'; '.join(problems)}")
+        raise CheckpointError(
+            f"the tensors of {checkpoint.name} do not fit its configuration — {'; '.join(problems)}. Download it again, or "
+            "give a model that refimpl runs"
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from torch import Tensor
 from refimpl.config import ModelConfig
 from refimpl.errors import CheckpointError
 from refimpl.loading.hf_config import read_config
-from refimpl.tokenizer.tokenizer import Tokenizer
+from refimpl.tokenizer.tokenizer import Tokenizer, stand_in_tokenizer
 
+log = logging.getLogger(__name__)
+
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 class FolderCheckpoint:
@@ -23,7 +28,7 @@ class FolderCheckpoint:
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         self.folder = folder
-        self.name = name or folder.name
+        self.name = name or folder.resolve().name
 
     @functools.cached_property
     def config(self) -> ModelConfig:
@@ -37,20 +42,25 @@ class FolderCheckpoint:
             CheckpointError: there are none, or the index names one that is missing.
 
         """
-        index = self.folder / INDEX
-        if index.exists():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise CheckpointError(f"{index} cannot be read: {error!r}") from error
-            if any(Path(name).name != name for name in names):
-                raise CheckpointError(f"{index} names files outside its folder")
-        else:
-            names = ["model.safetensors"]
+        names = self._names()
         for name in names:
             if not (self.folder / name).is_file():
                 raise CheckpointError(self._no_weights(name))
         return [self.folder / name for name in names]
+
+    def _names(self) -> list[str]:
+        """One file where there is one, else what the index names: transformers' order."""
+        index = self.folder / INDEX
+        if (self.folder / SINGLE).exists() or not index.exists():
+            return [SINGLE]
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            outside = any(Path(name).name != name for name in names)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{index} cannot be read ({error!r}); download it again") from error
+        if outside:
+            raise CheckpointError(f"{index} names files outside its folder; download it again from where you trust it")
+        return names
 
     def _no_weights(self, name: str) -> str:
         if any(self.folder.glob("*.bin")):
@@ -78,13 +88,27 @@ class FolderCheckpoint:
                 raise CheckpointError(f"{path} is damaged or no safetensors file ({error}); download it again") from error
 
     def tokenizer(self) -> Tokenizer:
-        """Read through transformers."""
+        """Read through transformers.
+
+        A folder with neither tokenizer nor weights can only run with random weights (``load_format="dummy"``): its text is
+        then bytes, or letters where the vocabulary is too small for them.
+
+        Raises:
+            CheckpointError: the folder has weights but no tokenizer, or one that cannot be read.
+
+        """
+        if not self._has_weights() and not any((self.folder / name).exists() for name in TOKENIZER_FILES):
+            log.info("%s has no tokenizer: its texts are bytes or letters", self.folder)
+            return stand_in_tokenizer(self.config.vocab_size)
         return Tokenizer.from_pretrained(self.folder)
 
+    def _has_weights(self) -> bool:
+        return any((self.folder / name).exists() for name in (SINGLE, INDEX))
+
     def fingerprint(self) -> str:
-        """blake2b over the names and sizes of the files and the first MiB of each."""
+        """blake2b over the names and sizes of the files and the first MiB of each; without weights, config.json's alone."""
         digest = hashlib.blake2b(digest_size=16)
-        for path in [self.folder / "config.json", *self.files()]:
+        for path in [self.folder / "config.json", *(self.files() if self._has_weights() else [])]:
             with path.open("rb") as file:
                 digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(2**20))
         return digest.hexdigest()

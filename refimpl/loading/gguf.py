@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +20,9 @@ from torch import Tensor
 
 from refimpl.config import ModelConfig, RopeConfig
 from refimpl.errors import CheckpointError, UnsupportedModelError
+from refimpl.loading.gguf_file import GGUFFile
 from refimpl.loading.hf_config import check_sizes
 from refimpl.tokenizer.tokenizer import Tokenizer
-
-MAX_TENSORS = 100_000
-MAX_METADATA = 100_000
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,74 +48,110 @@ class GGUFCheckpoint:
 
     Raises:
         CheckpointError: the file is no GGUF file, or is damaged or cut short.
+        UnsupportedModelError: it holds tensors of an unknown type.
 
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.stem
-        _check_header(path)
-
-    @functools.cached_property
-    def _reader(self) -> Any:
-        from gguf import GGUFReader
-
-        try:
-            return GGUFReader(self.path)
-        except Exception as error:  # the reader fails in many ways on damaged files
-            raise CheckpointError(_damaged(self.path, error)) from error
-
-    def _field(self, name: str, default: Any = None) -> Any:
-        field = self._reader.get_field(name)
-        return default if field is None else field.contents()
-
-    def _tensor(self, name: str) -> Any:
-        return next((tensor for tensor in self._reader.tensors if tensor.name == name), None)
+        self._file = GGUFFile(path)
 
     @functools.cached_property
     def config(self) -> ModelConfig:
         """From the metadata.
 
         Raises:
-            UnsupportedModelError: another architecture than llama.
+            CheckpointError: a number is missing, or does not fit the tensors.
+            UnsupportedModelError: another architecture than llama, or one of its variants that refimpl does not have.
 
         """
-        architecture = self._field("general.architecture")
-        if architecture != "llama":
-            raise UnsupportedModelError(f"{self.path} holds the architecture {architecture!r}; refimpl runs llama")
-        for name in ("llama.expert_count", "llama.rope.scaling.type"):
-            if self._field(name) not in (None, 0, "none"):
-                raise UnsupportedModelError(f"{self.path} has {name} = {self._field(name)!r}; refimpl does not run that")
-        try:
-            heads, hidden = int(self._field("llama.attention.head_count")), int(self._field("llama.embedding_length"))
-            head_dim = int(self._field("llama.attention.key_length") or hidden // heads)
-            divisors = self._tensor(ROPE_DIVISORS)
-            config = ModelConfig(
-                architecture="LlamaForCausalLM",
-                vocab_size=int(self._tensor("token_embd.weight").shape[1]),
-                hidden_size=hidden,
-                intermediate_size=int(self._field("llama.feed_forward_length")),
-                num_hidden_layers=int(self._field("llama.block_count")),
-                num_attention_heads=heads,
-                num_key_value_heads=int(self._field("llama.attention.head_count_kv") or heads),
-                head_dim=head_dim,
-                max_position_embeddings=int(self._field("llama.context_length")),
-                rms_norm_eps=float(np.float32(self._field("llama.attention.layer_norm_rms_epsilon"))),
-                rope=RopeConfig(
-                    theta=float(self._field("llama.rope.freq_base", 10_000.0)),
-                    frequency_divisors=() if divisors is None else tuple(float(x) for x in divisors.data),
-                ),
-                tie_word_embeddings=self._tensor("output.weight") is None,
-                eos_token_ids=self._eos_token_ids(),
-                bos_token_id=self._field("tokenizer.ggml.bos_token_id"),
-            )
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            raise CheckpointError(f"{self.path} lacks metadata of a llama model: {error}") from error
+        self._refuse_unsupported()
+        embeddings = self._file.tensors.get("token_embd.weight")
+        if embeddings is None or len(embeddings.shape) != 2:
+            raise CheckpointError(f"{self.path} has no token_embd.weight, so it holds no model; download it again")
+        heads, hidden = int(self._number("attention.head_count")), int(self._number("embedding_length"))
+        config = ModelConfig(
+            architecture="LlamaForCausalLM",
+            vocab_size=embeddings.shape[0],
+            hidden_size=hidden,
+            intermediate_size=int(self._number("feed_forward_length")),
+            num_hidden_layers=int(self._number("block_count")),
+            num_attention_heads=heads,
+            num_key_value_heads=int(self._number("attention.head_count_kv", heads)),
+            head_dim=int(self._number("attention.key_length", hidden // max(heads, 1))),
+            max_position_embeddings=int(self._number("context_length")),
+            rms_norm_eps=float(self._number("attention.layer_norm_rms_epsilon")),
+            rope=RopeConfig(
+                theta=float(self._number("rope.freq_base", 10_000.0)), frequency_divisors=self._frequency_divisors()
+            ),
+            tie_word_embeddings="output.weight" not in self._file.tensors,
+            eos_token_ids=self._eos_token_ids(),
+            bos_token_id=self._file.metadata.get("tokenizer.ggml.bos_token_id"),
+        )
         check_sizes(config, str(self.path))
+        self._check_against_tensors(config)
+        rotated = self._number("rope.dimension_count", config.head_dim)
+        if rotated != config.head_dim:
+            raise UnsupportedModelError(
+                f"{self.path} rotates {rotated} of {config.head_dim} dimensions of a head; refimpl's Llama rotates all"
+            )
         return config
 
+    def _check_against_tensors(self, config: ModelConfig) -> None:
+        """Hold the metadata against the tensors before anything is allocated by it."""
+        c, last = config, config.num_hidden_layers - 1
+        query = c.num_attention_heads * c.head_dim
+        for name, shape in {
+            "token_embd.weight": (c.vocab_size, c.hidden_size),
+            f"blk.{last}.attn_q.weight": (query, c.hidden_size),
+            f"blk.{last}.ffn_up.weight": (c.intermediate_size, c.hidden_size),
+        }.items():
+            tensor = self._file.tensors.get(name)
+            if tensor is None or tensor.shape != shape:
+                found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+                raise CheckpointError(f"{self.path}: {name} {found}, its metadata makes it {list(shape)}; download it again")
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self._file.metadata.get(f"llama.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(
+                f"{self.path} has llama.{key} = {value!r} in its metadata, where llama has a number; download it again"
+            )
+        return value
+
+    def _refuse_unsupported(self) -> None:
+        metadata = self._file.metadata
+        if metadata.get("general.architecture") != "llama":
+            raise UnsupportedModelError(
+                f"{self.path} holds the architecture {metadata.get('general.architecture')!r}; refimpl runs llama"
+            )
+        for name, harmless in (
+            ("llama.expert_count", 0),
+            ("llama.rope.scaling.type", "none"),
+            ("llama.rope.scale_linear", 1.0),
+        ):
+            if metadata.get(name, harmless) != harmless:
+                raise UnsupportedModelError(
+                    f"{self.path} has {name} = {metadata[name]!r}; refimpl does not run that: use another model, or one "
+                    "without it"
+                )
+        if metadata.get("split.count", 1) > 1:
+            raise UnsupportedModelError(
+                f"{self.path} is one of {metadata['split.count']} parts; join them with llama.cpp's "
+                "llama-gguf-split --merge, and give the file that comes of it"
+            )
+
+    def _frequency_divisors(self) -> tuple[float, ...]:
+        if ROPE_DIVISORS not in self._file.tensors:
+            return ()
+        divisors = tuple(self._dequantize(ROPE_DIVISORS).flatten().tolist())
+        if not all(0 < divisor < math.inf for divisor in divisors):
+            raise CheckpointError(f"{self.path} has a {ROPE_DIVISORS} that is not above 0; download it again")
+        return divisors
+
     def _eos_token_ids(self) -> tuple[int, ...]:
-        ids = (self._field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+        ids = (self._file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
         return tuple(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -129,21 +162,22 @@ class GGUFCheckpoint:
             UnsupportedModelError: the gguf package cannot dequantise its type.
 
         """
+        for name in self._file.tensors:
+            if name != ROPE_DIVISORS:  # part of the configuration
+                yield self._hugging_face(name, self._dequantize(name))
+
+    def _dequantize(self, name: str) -> Tensor:
         from gguf import dequantize
 
-        for tensor in self._reader.tensors:
-            if tensor.name == ROPE_DIVISORS:
-                continue  # part of the configuration
-            try:
-                values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-            except NotImplementedError as error:
-                raise UnsupportedModelError(
-                    f"{self.path}: the tensor {tensor.name} has type {tensor.tensor_type.name}, which the gguf package "
-                    "cannot dequantise; use a file in another quantisation"
-                ) from error
-            except Exception as error:
-                raise CheckpointError(_damaged(self.path, error)) from error
-            yield self._hugging_face(tensor.name, values)
+        tensor = self._file.tensors[name]
+        try:
+            with np.errstate(all="ignore"):  # a damaged scale gives infinities, and no warning
+                return torch.from_numpy(np.array(dequantize(self._file.data(tensor), tensor.type), dtype=np.float32))
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{self.path}: the tensor {name} has type {tensor.type.name}, which the gguf package cannot dequantise; "
+                "use a file in another quantisation"
+            ) from error
 
     def _hugging_face(self, name: str, values: Tensor) -> tuple[str, Tensor]:
         """Hugging Face's name and row order. Unknown names stay, and are then named as extra."""
@@ -152,7 +186,8 @@ class GGUFCheckpoint:
             return TOP_NAMES.get(name, name), values
         if match[2] in ("attn_q", "attn_k"):
             heads = self.config.num_attention_heads if match[2] == "attn_q" else self.config.num_key_value_heads
-            values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            if values.shape[0] == heads * self.config.head_dim:  # else it is named as misshapen
+                values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight", values
 
     def tokenizer(self) -> Tokenizer:
@@ -163,23 +198,3 @@ class GGUFCheckpoint:
         """blake2b of the whole file."""
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _check_header(path: Path) -> None:
-    """Look at magic, version and counts before a reader believes them."""
-    with path.open("rb") as file:
-        head = file.read(24)
-    if len(head) < 24 or head[:4] != b"GGUF":
-        raise CheckpointError(
-            f"{path} is no GGUF file (it does not begin with GGUF); for a Hugging Face checkpoint give its folder"
-        )
-    version, tensors, metadata = struct.unpack("<IQQ", head[4:])
-    if version not in (2, 3) or tensors > MAX_TENSORS or metadata > MAX_METADATA:
-        raise CheckpointError(
-            f"{path} claims GGUF version {version}, {tensors} tensors and {metadata} metadata keys; refimpl reads versions "
-            f"2 and 3 with at most {MAX_TENSORS} of each: the file is damaged"
-        )
-
-
-def _damaged(path: Path, error: Exception) -> str:
-    return f"{path} is damaged or cut short ({type(error).__name__}: {error}); download it again"

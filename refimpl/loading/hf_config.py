@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ def read_config(folder: Path) -> ModelConfig:
     """
     raw = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
-    architecture = (raw.get("architectures") or ["none named"])[0]
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "model of no named architecture"
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{folder} holds a {architecture} ({raw.get('model_type', 'unknown type')}); refimpl runs "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{folder} holds a {architecture} (model_type {raw.get('model_type')!r}); "
+            f"refimpl runs {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(raw, folder)
     try:
@@ -47,11 +49,28 @@ def read_config(folder: Path) -> ModelConfig:
             bos_token_id=(_ids(raw.get("bos_token_id")) or (None,))[0],
         )
     except KeyError as error:
-        raise CheckpointError(f"{folder / 'config.json'} lacks {error}") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} has a value of the wrong kind: {error}") from error
+        raise CheckpointError(f"{folder / 'config.json'} lacks {error}; download it again") from error
+    except UnsupportedModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has a value of the wrong kind ({error}); correct it, or download it again"
+        ) from error
     check_sizes(config, str(folder / "config.json"))
     return config
+
+
+MAX_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**24,
+}
+"""Far above any model: a damaged number is refused before memory is asked for."""
 
 
 def check_sizes(config: ModelConfig, where: str) -> None:
@@ -61,22 +80,27 @@ def check_sizes(config: ModelConfig, where: str) -> None:
         CheckpointError: they do not.
 
     """
-    sizes = (
-        config.vocab_size,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.max_position_embeddings,
-    )
-    if min(sizes) < 1:
-        raise CheckpointError(f"{where} has a size under 1: {config}")
+    for name, most in MAX_SIZES.items():
+        if not 1 <= getattr(config, name) <= most:
+            raise CheckpointError(
+                f"{where} makes {name} {getattr(config, name)}, not from 1 to {most}: correct it, or download it again"
+            )
     if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
         raise CheckpointError(
             f"{where}: {config.num_attention_heads} query heads over {config.num_key_value_heads} key/value heads of "
-            f"{config.head_dim} dimensions do not divide evenly"
+            f"{config.head_dim} dimensions do not divide evenly; correct it, or download it again"
+        )
+    rope = config.rope
+    numbers = (rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings)
+    if not all(0 < number < math.inf for number in (*numbers, config.rms_norm_eps)):
+        raise CheckpointError(
+            f"{where} has a number that is not above 0 and finite ({rope}, {config.rms_norm_eps = }): correct it, or "
+            "download it again"
+        )
+    if len(rope.frequency_divisors) not in (0, config.head_dim // 2):
+        raise CheckpointError(
+            f"{where} divides {len(rope.frequency_divisors)} rotary frequencies, but a head has {config.head_dim // 2}; "
+            "download it again"
         )
 
 
@@ -119,10 +143,22 @@ def _read_rope(raw: dict[str, Any], folder: Path) -> RopeConfig:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) or "default"
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise UnsupportedModelError(f"{folder} rotates {share} of each head (partial_rotary_factor); refimpl rotates all")
     if kind == "default":
-        return RopeConfig(theta=theta, frequency_divisors=tuple(rope.get("frequency_divisors", ())))
+        return RopeConfig(theta=theta, frequency_divisors=tuple(float(x) for x in rope.get("frequency_divisors", ())))
     if kind == "llama3":
-        return RopeConfig(theta=theta, kind="llama3", **{key: rope[key] for key in _LLAMA3_KEYS})
+        # As in transformers: a key beside rope_parameters counts first, and the model's own context last.
+        original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        return RopeConfig(
+            theta=theta,
+            kind="llama3",
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position_embeddings=int(original or raw["max_position_embeddings"]),
+        )
     raise UnsupportedModelError(f"{folder} scales its rotary embedding by {kind!r}; refimpl knows default and llama3")
 
 
@@ -130,10 +166,12 @@ def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
             raise UnsupportedModelError(f"{folder} has {key}; refimpl's Llama has no biases")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"{folder} uses the activation {raw['hidden_act']!r}; refimpl's Llama has silu")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):  # two names of one function
+        raise UnsupportedModelError(f"{folder} uses the activation {activation!r}; refimpl's Llama has silu")
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(f"{folder} is quantised ({method}); use its 16-bit safetensors or a GGUF file")
 
 
@@ -151,9 +189,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+        raise CheckpointError(_no_config(path)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); correct it, or download it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object; correct it, or download it again")
     return content
+
+
+def _no_config(path: Path) -> str:
+    gguf = sorted(path.parent.glob("*.gguf"))
+    if gguf:
+        return f"{path.parent} has no {path.name}, but GGUF files: give one as the model, such as {gguf[0]}"
+    return f"{path.parent} has no {path.name}; give a checkpoint folder in Hugging Face's layout, or a GGUF file"

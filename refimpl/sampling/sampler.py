@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from refimpl.kernels.philox import Purpose, uniform
+from refimpl.kernels.reference import at_least_float32
 from refimpl.outputs import BAD_LOGITS
 from refimpl.sampling.filters import min_p_filter, top_k_top_p_filter
 
@@ -56,8 +57,9 @@ class SamplingRows:
 def sample(logits: Float[Tensor, "R V"], rows: SamplingRows) -> Int64[Tensor, "R"]:
     """The token drawn in each row; ``BAD_LOGITS`` where a row holds NaN or +inf, or no finite number at all.
 
-    Greedy rows take the argmax, the lowest id where several tie.
+    Greedy rows take the argmax, the lowest id where several tie. 16-bit logits are computed with in float32.
     """
+    logits = at_least_float32(logits)
     token_ids = logits.argmax(-1)
     if rows.random:
         random = torch.tensor(rows.random, device=logits.device)

@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from refimpl.errors import CheckpointError, RequestError
+from refimpl.errors import CheckpointError, PromptError, RequestError
 
 Message = dict[str, Any]
 """One message of a chat: at least ``role`` and ``content``."""
@@ -53,23 +53,28 @@ class Tokenizer:
         where = folder / gguf_file if gguf_file else folder
         try:
             if gguf_file is None and (settings := _generic_settings(folder)) is not None:
-                return cls(
-                    tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
-                    chat_template=_chat_template(folder, settings),
-                    special_tokens={k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)},
-                )
+                backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+                special_tokens = _special_tokens(settings)
+                added = {token.content for token in backend.get_added_tokens_decoder().values()}
+                if added.issuperset(special_tokens.values()):  # else transformers adds them
+                    return cls(backend, _chat_template(folder, settings), special_tokens)
             loaded = _read_with_transformers(folder, gguf_file)
+            return cls(loaded.backend_tokenizer, chat_template=loaded.chat_template, renderer=loaded)
         except Exception as error:  # the parsers raise whatever they like
             raise CheckpointError(
                 f"the tokenizer of {where} cannot be read ({type(error).__name__}: {_first_line(error)}); "
-                "a checkpoint folder needs a tokenizer.json"
+                + ("use another GGUF file" if gguf_file else "a checkpoint folder needs a tokenizer.json")
             ) from error
-        return cls(loaded.backend_tokenizer, chat_template=loaded.chat_template, renderer=loaded)
 
     @property
     def vocab_size(self) -> int:
         """Ids that the tokenizer knows, added tokens counted."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out when it skips special tokens."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     @property
     def has_chat_template(self) -> bool:
@@ -77,8 +82,17 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of a text.
+
+        Raises:
+            PromptError: it is no text, or holds half a surrogate pair, which stands for no character.
+
+        """
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            shown = repr(text) if len(repr(text)) <= 60 else f"{repr(text)[:60]}…"
+            raise PromptError(f"{shown} cannot be encoded: it must be a str of valid Unicode") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Ids that the tokenizer does not know have no text."""
@@ -121,23 +135,50 @@ class Tokenizer:
 
 GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 """transformers' classes that add nothing to what tokenizer.json says."""
+HARMLESS_SETTINGS = {
+    "tokenizer_class",
+    "backend",
+    "is_local",
+    "local_files_only",
+    "model_max_length",
+    "model_input_names",
+    "padding_side",
+    "truncation_side",
+    "clean_up_tokenization_spaces",
+    "chat_template",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "add_bos_token",  # these two count only without a tokenizer.json: its post-processor says what is added
+    "add_eos_token",
+}
+"""Keys of tokenizer_config.json that do not change how a text is encoded."""
+LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
+"""They can add to tokenizer.json and tokenizer_config.json; transformers knows how."""
 
 
 def _generic_settings(folder: Path) -> dict[str, Any] | None:
-    """tokenizer_config.json, if nothing in it changes how tokenizer.json encodes."""
-    config = folder / "tokenizer_config.json"
-    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+    """tokenizer_config.json, if nothing in it, or beside it, changes how tokenizer.json encodes."""
+    config, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not config.is_file() or not tokenizer.is_file() or any((folder / name).exists() for name in LEGACY_FILES):
         return None
     settings: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
-    changing = {"add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "extra_special_tokens"}
-    generic = settings.get("tokenizer_class") in GENERIC_CLASSES and not changing & settings.keys()
-    return settings if generic else None
+    if settings.get("tokenizer_class") not in GENERIC_CLASSES or settings.keys() - HARMLESS_SETTINGS:
+        return None
+    return settings if isinstance(settings.get("chat_template", ""), str) else None  # else there are several, by name
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """The special tokens by role; each is a string, or an object with its content."""
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
-    return template if isinstance(template, str) else None
+    return file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
 
 
 def _read_with_transformers(folder: Path, gguf_file: str | None) -> Any:
@@ -148,7 +189,8 @@ def _read_with_transformers(folder: Path, gguf_file: str | None) -> Any:
     logging.set_verbosity_error()
     try:
         source = {} if gguf_file is None else {"gguf_file": gguf_file}
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **source)
+        # Without trust_remote_code=False transformers asks on the terminal whether to run a checkpoint's own code.
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **source)
     finally:
         logging.set_verbosity(level)
 
@@ -162,12 +204,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+BYTE_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+"""Tokens that a byte tokenizer needs at least."""
+
+
+def stand_in_tokenizer(vocab_size: int) -> Tokenizer:
+    """For a model that has none: bytes where the vocabulary has room for them, else letters."""
+    return byte_tokenizer(vocab_size) if vocab_size >= BYTE_VOCABULARY else letter_tokenizer(vocab_size)
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """A token for each byte (ids 0 to 255), then ``<|end|>`` (256) and the chat roles, then fillers up to ``vocab_size``."""
     alphabet = _byte_alphabet()
-    fillers = [f"<|{i}|>" for i in range(256 + len(SPECIAL_TOKENS), vocab_size)]
+    fillers = [f"<|{i}|>" for i in range(BYTE_VOCABULARY, vocab_size)]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

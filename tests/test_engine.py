@@ -1,0 +1,307 @@
+"""The engine's own promises: what it refuses, what fails alone, what it tells, and what it gives back."""
+
+import threading
+
+import pytest
+import torch
+
+from refimpl import LLM, Engine, EngineArgs, SamplingParams
+from refimpl.engine import FINISHED_KEPT
+from refimpl.errors import ConfigError, OutOfMemoryError, PromptError, RefimplError, RequestError, UnknownOptionError
+from refimpl.models.tiny import tiny
+
+
+def make(**options):
+    return Engine(EngineArgs(**{"model": "tiny", "num_gpu_blocks_override": 64, "max_model_len": 200} | options))
+
+
+def drain(engine):
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+        assert engine.audit() == []
+    return finished
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ([320], "token id 320 at position 0 of the prompt is outside the vocabulary: ids go from 0 to 319"),
+        ([5, -1], "token id -1 at position 1"),
+        ([1] * 200, "at most 199 fit max_model_len = 200"),
+        ([3, 1.5], "item 1 of the prompt is 1.5"),
+        ([True], "item 0 of the prompt is True"),
+        (None, "must be a text or a list of token ids"),
+        ("\ud800", "must be a str of valid Unicode"),
+    ],
+)
+def test_a_bad_prompt_is_refused_alone(prompt, says):
+    engine = make()
+    engine.add_request("good", "Hello", GREEDY)
+    with pytest.raises(PromptError, match=says) as caught:
+        engine.add_request("bad", prompt, GREEDY)
+    assert caught.value.request_id == "bad"
+    assert drain(engine)["good"].outputs[0].finish_reason == "length"
+    with pytest.raises(RequestError):
+        engine.explain("bad")
+    engine.close()
+
+
+def test_requests_with_wrong_arguments_are_refused():
+    engine = make()
+    engine.add_request("a", "Hello", GREEDY)
+    with pytest.raises(RequestError, match="in use"):
+        engine.add_request("a", "Hello", GREEDY)
+    with pytest.raises(RequestError, match="priority is 3"):
+        engine.add_request("b", "Hello", GREEDY, priority=3)
+    with pytest.raises(RequestError, match="must be a SamplingParams"):
+        engine.add_request("b", "Hello", {"temperature": 0})
+    drain(engine)
+    engine.add_request("a", "an id is free again once its request has ended", GREEDY)
+    drain(engine)
+    engine.close()
+
+
+def test_the_longest_prompt_yields_one_token():
+    engine = make(max_model_len=50)
+    engine.add_request("a", [1] * 49, SamplingParams(max_tokens=None, ignore_eos=True))
+    output = drain(engine)["a"].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+    engine.close()
+
+
+def test_max_tokens_none_goes_on_to_max_model_len():
+    engine = make(max_model_len=50)
+    engine.add_request("a", [1] * 10, SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(drain(engine)["a"].outputs[0].token_ids) == 40
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_num_seqs": True}, "max_num_seqs is True"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "under max_num_seqs = 9"),
+        ({"dtype": "float8"}, "dtype is 'float8'"),
+        ({"gpu_memory_utilization": 1.5}, "at most 1"),
+        ({"cpu_kvcache_space": -1}, "above 0"),
+        ({"attention_backend": "magic"}, "auto or torch"),
+        ({"load_format": "pickle"}, "auto or dummy"),
+        ({"device": "tpu"}, "cpu"),
+        ({"device": "cuda:7"}, "GPUs here"),
+        ({"max_model_len": 5000}, "the model's positions end at 2048"),
+        ({"max_model_len": 100, "num_gpu_blocks_override": 5}, r"holds 80 \(5 blocks of 16\); lower max_model_len to 80"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16}, "a prompt must fit one step"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"event_log_size": -1}, "event_log_size is -1"),
+    ],
+)
+def test_a_bad_option_fails_at_construction(options, says):
+    if options.get("device") == "cuda:7" and torch.cuda.device_count() > 7:
+        pytest.skip("this machine has that GPU")
+    with pytest.raises(ConfigError, match=says):
+        make(**options)
+
+
+def test_an_unknown_option_names_the_nearest():
+    with pytest.raises(UnknownOptionError, match="did you mean block_size"):
+        LLM("tiny", blocksize=16)
+
+
+def test_a_default_context_is_lowered_to_the_pool():
+    engine = make(max_model_len=None, num_gpu_blocks_override=2, block_size=4)
+    assert engine.scheduler.config.max_model_len == 8
+    engine.add_request("small", [1, 2], GREEDY)
+    with pytest.raises(PromptError, match="at most 7 fit"):
+        engine.add_request("large", [1] * 8, GREEDY)
+    assert len(drain(engine)["small"].outputs[0].token_ids) == 4
+    engine.close()
+
+
+def test_a_cache_that_cannot_hold_two_blocks_is_refused_with_the_sum():
+    with pytest.raises(OutOfMemoryError, match="100 bytes are left for the KV cache; a block of 16 tokens takes 8,192"):
+        make(num_gpu_blocks_override=None, kv_cache_memory_bytes=100)
+
+
+def test_weights_that_do_not_fit_are_refused_before_loading(monkeypatch):
+    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 1000)
+    with pytest.raises(OutOfMemoryError, match="GiB in float32; cpu has 0"):
+        make(device="cpu")
+
+
+def test_kv_cache_memory_bytes_sizes_the_cache():
+    engine = make(num_gpu_blocks_override=None, kv_cache_memory_bytes=8192 * 31, max_model_len=None)
+    assert engine.scheduler.kv.num_blocks == 30, "the null block is one of the 31"
+    engine.close()
+
+
+def test_without_a_cache_a_context_over_the_budget_is_refused():
+    engine = make(enable_kv_cache=False, max_num_batched_tokens=16)
+    with pytest.raises(PromptError, match="exceed max_num_batched_tokens = 16"):
+        engine.add_request("a", [1] * 14, GREEDY)
+    engine.add_request("b", [1] * 13, GREEDY)
+    assert len(drain(engine)["b"].outputs[0].token_ids) == 4
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_fail_their_request_alone(bad, overlap):
+    engine = make(async_scheduling=overlap)
+    model = engine._executor.runner.model
+    model.embed_tokens[7] = bad  # whoever reads token 7 gets nothing but NaN
+    engine.add_request("bad", [1, 7, 3], GREEDY)
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    finished = drain(engine)
+    assert finished["bad"].outputs[0].finish_reason == "error"
+    assert "position 3 are not numbers" in finished["bad"].outputs[0].stop_reason
+    assert finished["good"].outputs[0].finish_reason == "length"
+    assert engine.scheduler.kv.num_free_blocks == 64
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(overlap, monkeypatch):
+    engine = make(async_scheduling=overlap)
+    runner = engine._executor.runner
+    good_forward = runner.model.forward
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("the device fell over")
+
+    engine.add_request("a", "Hello", GREEDY)
+    monkeypatch.setattr(runner.model, "forward", broken)
+    with pytest.raises(RuntimeError, match="fell over"):
+        drain(engine)
+    monkeypatch.setattr(runner.model, "forward", good_forward)
+    assert engine.audit() == []
+    assert engine.scheduler.kv.num_free_blocks == 64
+    assert "the device fell over" in engine.explain("a")
+    engine.add_request("b", "Hello", GREEDY)
+    assert drain(engine)["b"].outputs[0].finish_reason == "length"
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_at_any_step_and_of_any_id(overlap):
+    for steps in range(7):
+        engine = make(max_num_batched_tokens=8, async_scheduling=overlap)
+        engine.add_request("a", [1] * 60, GREEDY)
+        engine.add_request("b", [2] * 5, GREEDY)
+        for _ in range(steps):
+            engine.step()
+        engine.abort("a")
+        engine.abort(["a", "unknown"])
+        assert engine.audit() == []
+        assert set(drain(engine)) <= {"b"}
+        engine.abort("b")
+        assert engine.scheduler.kv.num_free_blocks == 64
+        assert "abort" in engine.explain("a")
+        assert "reason length: 4 output tokens" in engine.explain("b")
+        engine.close()
+
+
+def test_metrics_stamp_arrival_first_token_each_token_and_end():
+    engine = make()
+    engine.add_request("a", "Hello", SamplingParams(n=2, max_tokens=5, ignore_eos=True))
+    metrics = drain(engine)["a"].metrics
+    assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
+    assert [len(times) for times in metrics.token_times] == [5, 5]
+    assert [len(gaps) for gaps in metrics.inter_token_latencies] == [4, 4]
+    assert all(gap >= 0 for gaps in metrics.inter_token_latencies for gap in gaps)
+    assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time
+    engine.close()
+
+
+def test_explain_reads_like_a_story():
+    engine = make(num_gpu_blocks_override=10, block_size=4, max_num_batched_tokens=16, max_model_len=40)
+    engine.add_request("old", [1] * 20, SamplingParams(max_tokens=14, ignore_eos=True))
+    engine.add_request("new", [2] * 14, SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    assert "waits at the head of the queue" in engine.explain("new")
+    drain(engine)
+    old, new = engine.explain("old"), engine.explain("new")
+    assert "its prompt is split: 16 tokens in this step (budget), 4 left" in old
+    for words in (
+        "arrives with 14 prompt tokens",
+        "is preempted (recompute)",
+        "is admitted again",
+        "finished with reason length",
+    ):
+        assert words in new, new
+    steps = [int(line.split("step")[1].split()[0]) for line in new.splitlines() if " step " in line and " s  step" in line]
+    assert steps == sorted(steps)
+    with pytest.raises(RequestError, match="no request 'nobody' is known"):
+        engine.explain("nobody")
+    engine.close()
+
+
+def test_the_last_thousand_finished_requests_are_kept():
+    engine = make(max_num_seqs=256, model=tiny(num_hidden_layers=1))
+    for number in range(FINISHED_KEPT + 5):
+        engine.add_request(str(number), [1], SamplingParams(temperature=0, max_tokens=1, output_kind="final_only"))
+    drain(engine)
+    assert len(engine._finished) == FINISHED_KEPT
+    with pytest.raises(RequestError):
+        engine.explain("4")
+    assert "finished" in engine.explain("5")
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_from_other_threads_are_served_between_steps(overlap):
+    engine = make(async_scheduling=overlap)
+
+    def add(first):
+        for number in range(first, first + 10):
+            engine.add_request(str(number), [number], GREEDY)
+            engine.audit()
+            engine.explain(str(number))
+
+    threads = [threading.Thread(target=add, args=(10 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    finished = {}
+    while any(thread.is_alive() for thread in threads) or engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    assert len(finished) == 40
+    assert engine.audit() == []
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_close_leaves_no_thread_and_no_memory_and_the_engine_says_that_it_is_closed(overlap):
+    before = set(threading.enumerate())
+    engine = make(async_scheduling=overlap)
+    engine.add_request("a", "Hello", GREEDY)
+    engine.step()
+    kept = [engine._executor.runner.kv_cache.layers[0].k, engine._executor.runner.model.embed_tokens]
+    engine.close()
+    engine.close()
+    assert set(threading.enumerate()) == before
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in kept)
+    assert not engine.has_unfinished_requests()
+    for call in (engine.step, lambda: engine.add_request("b", "x", GREEDY)):
+        with pytest.raises(RefimplError, match="closed"):
+            call()
+
+
+def test_the_default_event_log_holds_every_step_and_none_when_off():
+    engine = make()
+    engine.add_request("a", "Hello", GREEDY)
+    drain(engine)
+    assert [record.step for record in engine.events.records] == [0, 1, 2, 3]
+    engine.close()
+    quiet = make(event_log_size=0)
+    quiet.add_request("a", "Hello", GREEDY)
+    drain(quiet)
+    assert not quiet.events.records
+    quiet.close()

@@ -1,0 +1,38 @@
+"""Every annotated shape and dtype holds at run time: the engine runs with jaxtyping's annotations checked by beartype.
+
+In a process of its own, since checking makes everything several times slower.
+"""
+
+import subprocess
+import sys
+
+CHECK = """
+import jaxtyping
+names = ["kernels", "layers", "attention", "models", "sampling", "executor"]
+jaxtyping.install_import_hook([f"refimpl.{name}" for name in names], "beartype.beartype")
+
+import torch
+from refimpl import LLM, SamplingParams
+from refimpl.kernels import reference
+
+every = [
+    SamplingParams(temperature=0, max_tokens=5),
+    SamplingParams(temperature=1, n=2, max_tokens=5),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, max_tokens=5),
+]
+small = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 12, "block_size": 4}
+naive = {"enable_kv_cache": False, "max_num_batched_tokens": 64}
+for options in ({"dtype": "float64"}, {"dtype": "bfloat16"}, naive, {"async_scheduling": True}):
+    with LLM("tiny", **(small | options)) as llm:
+        assert len(llm.generate([[1, 2, 3], [7] * 30, [5]], every, use_tqdm=False)) == 3
+try:
+    reference.rms_norm(torch.zeros(3, 8), torch.zeros(7), 1e-5)
+except jaxtyping.TypeCheckError:
+    print("a wrong shape is seen")
+"""
+
+
+def test_annotated_shapes_hold_at_run_time():
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip() == "a wrong shape is seen"
