@@ -108,6 +108,7 @@ def generate(
     ] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the most probable tokens of this mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Draw from this many of the most probable tokens; 0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens under this share of the most probable one's probability.")] = 0.0,
     n: Annotated[int, typer.Option(help="Samples of each prompt.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout, and nothing else.")] = False,
@@ -124,7 +125,7 @@ def generate(
     if not listed:
         raise RefimplError("there is no prompt; give one or more, or --prompts-file FILE.jsonl")
     params = SamplingParams(
-        n=n, temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, ignore_eos=ignore_eos
+        n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, ignore_eos=ignore_eos
     )
     EngineArgs.from_options(engine_options)  # wrong options fail before torch is imported
     from refimpl.llm import LLM
@@ -141,8 +142,13 @@ def generate(
                 print(json.dumps(_json_object(output, given), ensure_ascii=False), flush=True)
             else:
                 _print_text(output, given, alone=len(listed) == 1 and n == 1, prefix="" if chat else _text(given))
+            for sample in output.outputs:
+                if sample.finish_reason == "error":
+                    print(f"refimpl: {sample.stop_reason}", file=sys.stderr)
             if explain:
                 print(llm.engine.explain(output.request_id), file=sys.stderr)
+        if any(sample.finish_reason == "error" for output in outputs for sample in output.outputs):
+            raise typer.Exit(1)
 
 
 def _read_prompts(path: Path) -> list[Any]:
@@ -216,9 +222,6 @@ def _print_text(output: Any, given: Any, alone: bool, prefix: str) -> None:
             title = _text(given) or f"{len(output.prompt_token_ids)} token ids"
             console.rule(Text(title if len(output.outputs) == 1 else f"{title} — sample {sample.index}"), align="left")
         console.print(Text(prefix, style="dim") + Text(sample.text))
-    for sample in output.outputs:
-        if sample.finish_reason == "error":
-            print(f"refimpl: {sample.stop_reason}", file=sys.stderr)
 
 
 @app.command()

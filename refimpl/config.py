@@ -1,4 +1,4 @@
-"""What an engine is asked to be: EngineArgs, and the frozen configurations that it becomes. All checks of options are here.
+"""What an engine is asked to be: EngineArgs, and the frozen configurations that it becomes. Options are checked here.
 
 ``EngineArgs`` is what a user types (names are vLLM's). It splits into :class:`CacheConfig` and :class:`SchedulerConfig`;
 :class:`ModelConfig` comes from the checkpoint (names are Hugging Face's). Nothing changes after construction.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,6 +96,10 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """Every option of an engine, with its default; names are vLLM's.
@@ -115,6 +120,7 @@ class EngineArgs:
     max_num_batched_tokens: int = _option(2048, "Most tokens computed in one step (the budget).")
     enable_chunked_prefill: bool = _option(True, "Split prompts over several steps when they exceed the budget.")
     enable_kv_cache: bool = _option(True, "Off: recompute every key and value in every step (the naive way).")
+    enable_prefix_caching: bool = _option(True, "Keep computed blocks, for later prompts that begin alike.")
     num_gpu_blocks_override: int | None = _option(None, "Blocks in the KV cache, whatever the memory says.")
     kv_cache_memory_bytes: int | None = _option(None, "Bytes for the KV cache, instead of a share of the memory.")
     gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
@@ -139,18 +145,25 @@ class EngineArgs:
             whole(name, 1)
         whole("kv_cache_memory_bytes", 1)
         whole("event_log_size", 0)
-        if not isinstance(self.seed, int):
-            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number of 64 bits")
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len is 1; a prompt and one token to generate need 2")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enable_kv_cache", "async_scheduling"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "async_scheduling" and value is None):
+                raise ConfigError(f"{name} is {value!r}; it must be True or False")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}; it must be auto or dummy")
         if self.attention_backend not in ("auto", "torch"):
             raise ConfigError(f"attention_backend is {self.attention_backend!r}; it must be auto or torch")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
-        if self.cpu_kvcache_space is not None and not self.cpu_kvcache_space > 0:
-            raise ConfigError(f"cpu_kvcache_space is {self.cpu_kvcache_space}; it must be above 0 (GiB)")
+        share, space = self.gpu_memory_utilization, self.cpu_kvcache_space
+        if not _is_finite(share) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1")
+        if space is not None and (not _is_finite(space) or not space > 0):
+            raise ConfigError(f"cpu_kvcache_space is {space!r}; it must be a number above 0 (GiB)")
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, under max_num_seqs = {self.max_num_seqs}: "
@@ -227,8 +240,3 @@ class EngineArgs:
             enable_chunked_prefill=self.enable_chunked_prefill,
             enable_kv_cache=self.enable_kv_cache,
         )
-
-    @property
-    def model_name(self) -> str:
-        """The model as the user named it."""
-        return str(self.model) if isinstance(self.model, str) or hasattr(self.model, "__fspath__") else self.model.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -9,23 +10,23 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from numbers import Integral
-from typing import Any
 
-from refimpl.cache import KVCacheManager, Violation, audit
+import msgspec
+
+from refimpl.cache import KVCacheManager, PrefixCache, PrefixCacheStats, Violation, audit
 from refimpl.config import EngineArgs
-from refimpl.errors import PromptError, RefimplError, RequestError
-from refimpl.events import SCHEMA_VERSION, EventLog, LogHeader
+from refimpl.errors import RefimplError, RequestError
 from refimpl.executor.device import resolve_device
 from refimpl.executor.executor import Executor
 from refimpl.executor.local import LocalExecutor
 from refimpl.explain import explain
-from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
+from refimpl.intake import Intake
+from refimpl.interrupts import interrupts_between_steps
+from refimpl.kernels.philox import branch
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.output_processor import OutputProcessor
-from refimpl.outputs import ModelRunnerOutput, RequestMetrics, RequestOutput, SchedulerOutput
-from refimpl.recorder import PlanTime, record_step
+from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, RequestOutput, SchedulerOutput
+from refimpl.recorder import PlanTime, Recorder
 from refimpl.request import Request, Sequence
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler import Scheduler, StepUpdate
@@ -34,16 +35,6 @@ log = logging.getLogger(__name__)
 
 FINISHED_KEPT = 1000
 """Finished requests that ``explain`` still knows."""
-
-
-def _token_id(item: object, position: int, request_id: str) -> int:
-    """An item of a prompt as an int; numpy's whole numbers are fine, True is not 1."""
-    if not isinstance(item, bool) and isinstance(item, Integral):
-        return int(item)
-    raise PromptError(
-        f"item {position} of the prompt is {item!r}; a prompt is a text or a list of token ids, whole numbers",
-        request_id=request_id,
-    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,8 @@ class Engine:
             args, checkpoint, args.checked_max_model_len(model_limit), asynchronous=self._depth > 0
         )
         try:
-            kv_cache_manager = KVCacheManager(self._executor.num_blocks, args.block_size)
+            cached = args.enable_prefix_caching and args.enable_kv_cache
+            kv_cache_manager = KVCacheManager(self._executor.num_blocks, args.block_size, PrefixCache() if cached else None)
             config = args.scheduler_config(model_limit, kv_cache_manager.capacity)
         except BaseException:
             self._executor.close()
@@ -91,33 +83,25 @@ class Engine:
         if config.max_model_len < (args.max_model_len or model_limit):
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
         self.scheduler = Scheduler(config, kv_cache_manager, self.model_config.eos_token_ids, clock)
+        self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args.seed, clock)
         self._processor = OutputProcessor(self.tokenizer)
-        self._started_at = clock()
-        self.events = EventLog(self._log_header(checkpoint.name), args.event_log_size)
+        self._recorder = Recorder(
+            checkpoint.name,
+            config,
+            kv_cache_manager,
+            self._depth > 0,
+            args.event_log_size,
+            clock,
+            self.tokenizer.token_text,
+        )
+        self.events = self._recorder.events
         self._lock = threading.RLock()
         self._in_flight: deque[_InFlight] = deque()
+        self._ready: list[RequestOutput] = []
+        """Outputs of steps that were taken in between two calls of ``step``."""
         self._requests: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
-        self._num_arrived = 0
-        self._num_sequences = 0
         self._closed = False
-
-    def _log_header(self, model: str) -> LogHeader:
-        try:
-            installed = version("refimpl")
-        except PackageNotFoundError:  # run from a checkout that is not installed
-            installed = "unknown"
-        config: dict[str, Any] = {
-            "model": model,
-            "block_size": self.args.block_size,
-            "num_blocks": self.scheduler.kv.num_blocks,
-            "max_num_seqs": self.scheduler.config.max_num_seqs,
-            "max_num_batched_tokens": self.scheduler.config.max_num_batched_tokens,
-            "max_model_len": self.scheduler.config.max_model_len,
-            "enable_kv_cache": self.args.enable_kv_cache,
-            "async_scheduling": self._depth > 0,
-        }
-        return LogHeader(SCHEMA_VERSION, installed, time.time(), "monotonic", config)
 
     # ------------------------------------------------------------------ requests
 
@@ -140,101 +124,98 @@ class Engine:
             RequestError: the id is taken, or another argument is wrong. Nothing is queued then.
 
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id is {request_id!r}; it must be a string")
         if not isinstance(sampling_params, SamplingParams):
             raise RequestError(
                 f"sampling_params is a {type(sampling_params).__name__}; it must be a SamplingParams",
                 request_id=request_id,
             )
         if priority != 0:
-            raise RequestError(f"priority is {priority}; this engine serves in order of arrival, so it must be 0")
-        token_ids = self._checked_prompt(request_id, prompt)
+            raise RequestError(
+                f"priority is {priority}; this engine serves in order of arrival, so it must be 0", request_id=request_id
+            )
+        token_ids = self._intake.token_ids(request_id, prompt)
         with self._lock:
             self._check_open()
-            if request_id in self._requests:
-                raise RequestError(f"request id {request_id!r} is in use by an unfinished request", request_id=request_id)
-            request = self._make_request(request_id, prompt, token_ids, sampling_params, cache_salt, user)
+            self._check_id_is_free(request_id)
+            text = prompt if isinstance(prompt, str) else None
+            request = self._intake.make_request(request_id, text, token_ids, sampling_params, cache_salt, user)
             self.scheduler.add(request)
-            self._requests[request_id] = request
-            self._num_arrived += 1
-            self._num_sequences += sampling_params.n
+            self._accept(request)
 
-    def _checked_prompt(self, request_id: str, prompt: str | list[int]) -> list[int]:
-        """The prompt's token ids; tokenising is done in the caller's thread, never within a step."""
-        if isinstance(prompt, str):
-            try:
-                token_ids = self.tokenizer.encode(prompt)
-            except PromptError as error:
-                error.request_id = request_id
-                raise
-        elif isinstance(prompt, list | tuple):
-            token_ids = [_token_id(item, position, request_id) for position, item in enumerate(prompt)]
-        else:
-            raise PromptError(
-                f"the prompt is a {type(prompt).__name__}; it must be a text or a list of token ids",
-                request_id=request_id,
-            )
-        if not token_ids:
-            raise PromptError("the prompt is empty; give at least one token", request_id=request_id)
-        vocab_size = self.model_config.vocab_size
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                raise PromptError(
-                    f"token id {token_id} at position {position} of the prompt is outside the vocabulary: ids go from 0 to "
-                    f"{vocab_size - 1}",
-                    request_id=request_id,
-                    token_id=token_id,
-                    vocab_size=vocab_size,
-                )
-        return token_ids
+    def _accept(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._intake.accept(request)
 
-    def _make_request(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        token_ids: list[int],
-        params: SamplingParams,
-        cache_salt: str | None,
-        user: str | None,
-    ) -> Request:
-        room = self.scheduler.config.max_model_len - len(token_ids)
-        request = Request(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=mix_seed(self.args.seed, self._num_arrived) if params.seed is None else params.seed,
-            cache_salt=cache_salt,
-            user=user,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            metrics=RequestMetrics(arrival_time=self.clock()),
-        )
-        request.sequences = [
-            Sequence(
-                sequence_id=self._num_sequences + index,
-                request=request,
-                index=index,
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids),
-                path=branch(ROOT_PATH, index),
-            )
-            for index in range(params.n)
-        ]
-        return request
+    def _check_id_is_free(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request", request_id=request_id)
 
     def abort(self, request_id: str | list[str]) -> None:
-        """End requests wherever they are: waiting, in the middle of a prompt, or running. Unknown ids are no error."""
+        """End requests wherever they are: waiting, in the middle of a prompt, or running. Nothing more comes of them.
+
+        Unknown ids are no error.
+        """
         with self._lock:
-            for one in [request_id] if isinstance(request_id, str) else request_id:
+            request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+            for one in request_ids:
                 if (request := self._requests.get(one)) is not None:
                     self.scheduler.abort(request)
                     self._retire(request)
+            self._ready = [output for output in self._ready if output.request_id not in request_ids]
             self._drain_if_idle()
             if not self.has_unfinished_requests():
                 self._tell_news()
 
+    def fork(self, request_id: str, new_id: str, sampling_params: SamplingParams | None = None, *, index: int = 0) -> None:
+        """Branch off a sample of a running request: a new request whose prompt is everything that the sample holds so far.
+
+        The two share all blocks of the cache until one of them writes; nothing is computed again. The branch draws on its
+        own: with no seed of its own it takes its parent's, on another path. ``sampling_params`` are the parent's by default.
+
+        Args:
+            request_id: the parent.
+            new_id: the id of the new request, which is stepped, aborted and explained like any other.
+            sampling_params: of the new request; ``n`` must be 1.
+            index: which of the parent's samples.
+
+        Raises:
+            RequestError: there is no such sample, it has ended, the new id is taken, or nothing fits behind it.
+
+        """
+        with self._lock:
+            self._check_open()
+            self._check_id_is_free(new_id)
+            self._drain()
+            parent = self._sample(request_id, index)
+            params = sampling_params or msgspec.structs.replace(parent.request.params, n=1)
+            if params.n != 1:
+                raise RequestError(f"n is {params.n}; a fork is one sample, fork again for more", request_id=new_id)
+            request = self._intake.make_request(
+                new_id, None, list(parent.token_ids), params, parent.request.cache_salt, parent.request.user
+            )
+            if params.seed is None:
+                request.seed = parent.request.seed
+            request.sequences[0].path = branch(parent.path, parent.num_forks)
+            self.scheduler.fork(parent, request)
+            parent.num_forks += 1
+            self._accept(request)
+
+    def _sample(self, request_id: str, index: int) -> Sequence:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise RequestError(f"no unfinished request {request_id!r} to fork", request_id=request_id)
+        if not 0 <= index < len(request.sequences) or request.sequences[index].finished:
+            raise RequestError(
+                f"request {request_id!r} has no unfinished sample {index}; it began with {len(request.sequences)}",
+                request_id=request_id,
+            )
+        return request.sequences[index]
+
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something left to do."""
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self.scheduler.has_unfinished or bool(self._in_flight or self._ready)
 
     def _retire(self, request: Request) -> None:
         self._processor.forget(request)
@@ -249,41 +230,72 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan a step, submit it, take in the oldest outstanding one, and return what is new for users.
 
-        With overlap, a step is planned and submitted before the one before it is taken in, so the device never waits.
+        With overlap, a step is planned and submitted before the one before it is taken in, so planning costs the device
+        no time. A step that cannot be computed ends its requests with reason "error", and is logged; the engine and all
+        other requests go on. Ctrl-C is taken after the step; what it brought is returned by the next call.
         """
+        outputs: list[RequestOutput] = []
+        try:
+            with self._lock, interrupts_between_steps():
+                self._check_open()
+                outputs = self._step()
+        except KeyboardInterrupt:
+            self._ready += outputs
+            raise
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
+        scheduler_output = self.scheduler.schedule()
+        planned = self._recorder.plan_time(self.scheduler)
+        self._ready += self._end_exhausted(scheduler_output)
+        if scheduler_output.empty:
+            self._recorder.record(scheduler_output, StepUpdate([]), planned)
+        else:
+            self._in_flight.append(_InFlight(scheduler_output, self._executor.submit(scheduler_output), planned))
+            if len(self._in_flight) <= self._depth:
+                return self._take_ready()
+        self._take_in_oldest()
+        self._drain_if_idle()
+        return self._take_ready()
+
+    def keep_for_next_step(self, outputs: list[RequestOutput]) -> None:
+        """Hand back outputs that were not meant for the caller: the next call of ``step`` returns them."""
         with self._lock:
-            self._check_open()
-            scheduler_output = self.scheduler.schedule()
-            planned = self._plan_time()
-            exhausted = self._end_exhausted(scheduler_output)
-            if scheduler_output.empty:
-                self._record(scheduler_output, StepUpdate([]), planned)
-            else:
-                self._in_flight.append(_InFlight(scheduler_output, self._executor.submit(scheduler_output), planned))
-                if len(self._in_flight) <= self._depth:
-                    return exhausted
-            outputs = exhausted + self._take_in_oldest()
-            self._drain_if_idle()
-            return outputs
+            self._ready += outputs
+
+    def _take_ready(self) -> list[RequestOutput]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _drain(self) -> None:
+        """Take in every step in flight, so that all tokens are known here."""
+        while self._in_flight:
+            self._take_in_oldest()
 
     def _drain_if_idle(self) -> None:
         """Take in a step that was submitted before its only sequences turned out to have ended: all of it is discarded."""
-        while self._in_flight and not self.scheduler.has_unfinished:
-            self._take_in_oldest()
+        if not self.scheduler.has_unfinished:
+            self._drain()
 
-    def _take_in_oldest(self) -> list[RequestOutput]:
+    def _take_in_oldest(self) -> None:
+        """Take in the oldest step in flight. What it brings users waits in ``_ready``."""
         if not self._in_flight:
-            return []
+            return
         oldest = self._in_flight.popleft()
         try:
             runner_output = oldest.future.result()
-        except BaseException as error:
-            self._fail(oldest.scheduler_output, error)
+        except Exception as error:
+            self._fail(oldest, error)
+            return
+        except BaseException as error:  # Ctrl-C: either this wait was interrupted, or the step itself
+            if oldest.future.done():
+                self._fail(oldest, error)
+            else:
+                self._in_flight.appendleft(oldest)
             raise
         update = self.scheduler.update(oldest.scheduler_output, runner_output)
-        outputs = self._finish_outputs(update.advanced)
-        self._record(oldest.scheduler_output, update, oldest.planned)
-        return outputs
+        self._ready += self._finish_outputs(update.advanced)
+        self._recorder.record(oldest.scheduler_output, update, oldest.planned)
 
     def _finish_outputs(self, advanced: list[Sequence]) -> list[RequestOutput]:
         outputs = self._processor.process(advanced)
@@ -300,40 +312,34 @@ class Engine:
         samples = [s for request in self._requests.values() for s in request.sequences if s.sequence_id in ended]
         return self._finish_outputs(samples)
 
-    def _fail(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
-        """A step could not be computed: its requests end with an error; the engine and all others go on."""
-        rows = set(scheduler_output.batch.sequence_ids)
-        for request in tuple(self._requests.values()):
-            if any(sequence.sequence_id in rows for sequence in request.sequences):
-                for sequence in request.sequences:
+    def _fail(self, step: _InFlight, error: BaseException) -> None:
+        """A step could not be computed: what runs ends with an error, since blocks that it shares may hold nothing now.
+
+        Requests that only wait go on; what the prefix cache was told of the step is taken back.
+        """
+        batch = step.scheduler_output.batch
+        self._recorder.record(step.scheduler_output, StepUpdate([NO_TOKEN] * len(batch.slots)), step.planned)
+        doomed = {s.sequence_id for s in self.scheduler.running} | set(batch.sequence_ids)
+        ended: list[Sequence] = []
+        for request in self._requests.values():
+            alive = [sequence for sequence in request.sequences if not sequence.finished]
+            if any(sequence.sequence_id in doomed for sequence in alive):
+                for sequence in alive:
                     sequence.stop_reason = f"the step failed: {error!r}"
                 self.scheduler.abort(request, "error")
-                self._retire(request)
+                ended += alive
+        self.scheduler.kv.reset_prefix_cache()
+        if ended:  # else only a token was computed that would have been discarded
+            names = ", ".join(sequence.name for sequence in ended[:5]) + (", …" if len(ended) > 5 else "")
+            log.error("step %d failed and ends %s", step.scheduler_output.step, names, exc_info=error)
+            self._ready += self._finish_outputs(ended)
 
     # ------------------------------------------------------------------ looking inside
-
-    def _plan_time(self) -> PlanTime:
-        scheduler = self.scheduler
-        return PlanTime(self.clock(), scheduler.kv.num_free_blocks, len(scheduler.running), len(scheduler.waiting))
-
-    def _record(self, scheduler_output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
-        news = (
-            not scheduler_output.empty
-            or scheduler_output.arrived
-            or scheduler_output.aborted
-            or scheduler_output.preempted
-            or scheduler_output.exhausted
-            or scheduler_output.decisions
-        )
-        if news and self.events.wanted:
-            text = self.tokenizer.token_text
-            record = record_step(scheduler_output, update, planned, self.clock(), self._started_at, text)
-            self.events.append(record)
 
     def _tell_news(self) -> None:
         """Record what happened since the last step when no further step will."""
         if self.scheduler.has_news:
-            self._record(self.scheduler.schedule(), StepUpdate([]), self._plan_time())
+            self._recorder.record(self.scheduler.schedule(), StepUpdate([]), self._recorder.plan_time(self.scheduler))
 
     def explain(self, request_id: str) -> str:
         """The story of a request: what was decided about it, when and why. The last 1,000 finished ones are known too.
@@ -353,6 +359,17 @@ class Engine:
             before = {s.sequence_id: waiting.num_before(s) for s in request.sequences if waiting.waits(s)}
             return explain(request, before)
 
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Tokens looked up and found in the prefix cache, and blocks that it gave back, since the engine began."""
+        cache = self.scheduler.kv.prefix_cache
+        return PrefixCacheStats() if cache is None else dataclasses.replace(cache.stats)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep their blocks."""
+        with self._lock:
+            self.scheduler.kv.reset_prefix_cache()
+
     def audit(self) -> list[Violation]:
         """Check the cache's books from the outside; empty when all is right."""
         with self._lock:
@@ -364,9 +381,11 @@ class Engine:
         with self._lock:
             if self._closed:
                 return
-            self.abort(list(self._requests))
-            self._closed = True
-            self._executor.close()
+            try:
+                self.abort(list(self._requests))
+            finally:
+                self._closed = True
+                self._executor.close()
 
     def _check_open(self) -> None:
         if self._closed:

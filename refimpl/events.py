@@ -26,7 +26,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from refimpl.errors import RefimplError
-from refimpl.outputs import Decision, Finish, Preemption
+from refimpl.outputs import BlockCopy, Decision, Finish, Preemption, PrefixHit
 
 SCHEMA_VERSION = 1
 
@@ -60,20 +60,20 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     aborted: tuple[Finish, ...] = ()
     preempted: tuple[Preemption, ...] = ()
     exhausted: tuple[Finish, ...] = ()
-    admitted: tuple[tuple[int, int], ...] = ()
-    """(sequence, tokens already in the cache)."""
+    admitted: tuple[tuple[int, int, int], ...] = ()
+    """(sequence, slot, tokens already in the cache)."""
     restarted: tuple[int, ...] = ()
     """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
     finished: tuple[Finish, ...] = ()
     # blocks
     allocated: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(slot, block ids appended to its table)."""
-    copies: tuple[tuple[int, int], ...] = ()
-    """Copy-on-write: (source block, target block)."""
+    """(slot, block ids appended to its table): new ones, cached ones, and those that a fork shares."""
+    copies: tuple[BlockCopy, ...] = ()
+    """Copy-on-write: a shared block of a table is replaced by a copy."""
     evicted: tuple[int, ...] = ()
     """Blocks that the prefix cache gave back."""
-    prefix_hits: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(sequence, cached blocks at the head of its table)."""
+    prefix_hits: tuple[PrefixHit, ...] = ()
+    """Cached blocks at the head of a table, which are also in ``allocated``."""
     swapped_out: tuple[tuple[int, int], ...] = ()
     swapped_in: tuple[tuple[int, int], ...] = ()
     """(device block, host block)."""
@@ -191,7 +191,11 @@ class EventLog:
                     )
                 header = msgspec.json.decode(first_line, type=LogHeader)
                 records = [msgspec.json.decode(line, type=StepRecord) for line in file]
-        except (msgspec.MsgspecError, EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+        except OSError as error:
+            if isinstance(error, gzip.BadGzipFile):
+                raise RefimplError(f"{path} is no event log, or is damaged: {error}") from error
+            raise RefimplError(f"{path} cannot be read: {error}") from error
+        except (msgspec.MsgspecError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise RefimplError(f"{path} is no event log, or is damaged: {error}") from error
         loaded = cls(header, capacity=max(1, len(records)))
         loaded.records.extend(records)
@@ -227,12 +231,14 @@ DECISION_TEXTS = {
     "waits_update": "pauses: the pool is empty, and a token in flight may be about to free blocks",
     "admitted": "is admitted to slot {slot}: {new} of its {total} tokens in this step, {blocks} new block(s)",
     "resumed": "is admitted again, to slot {slot}: recomputes {new} of {total} tokens in this step, {blocks} new block(s)",
-    "chunked": "its prompt is split: {new} tokens in this step (budget), {left} left",
+    "prefix_hit": "finds {tokens} of its tokens in the prefix cache, in {blocks} block(s)",
+    "forked": "shares all {blocks} block(s) of {parent}, takes slot {slot}, and draws its next token on its own",
+    "copied": "writes into a block that others use: block {source} is copied to {target} first",
+    "chunked": "is split by the budget: {new} tokens in this step, {left} left",
     "decoding": "is computed up to its last token; from here one token a step",
     "preempted": "is preempted ({mode}) and waits with its {tokens} tokens: {cause}; {blocks} block(s) freed",
     "exhausted": "ends: it runs alone and its {tokens} tokens fill the whole pool of {pool} blocks",
     "finished": "ends after {tokens} output tokens: {reason}",
-    "discarded": "a token drawn while the end was not known yet is discarded",
 }
 """The sentence of each kind of decision; its fields are the decision's numbers."""
 

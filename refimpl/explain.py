@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from refimpl.events import describe
-from refimpl.outputs import Decision
 from refimpl.request import DECISIONS_KEPT, Request, Sequence, Status
 
 
@@ -14,17 +11,14 @@ def explain(request: Request, num_waiting_before: dict[int, int]) -> str:
 
     ``num_waiting_before`` says, for each sequence id that waits, how many have their turn before it.
     """
-    by_sequence: dict[int, list[Decision]] = defaultdict(list)
-    for decision in request.decisions:
-        by_sequence[decision.sequence_id].append(decision)
     lines = []
-    if len(request.decisions) == DECISIONS_KEPT:
-        lines.append(f"(only the last {DECISIONS_KEPT} decisions are kept)")
     for sequence in request.sequences:
         lines.append(f"request {sequence.name}")
+        if len(sequence.decisions) == DECISIONS_KEPT:
+            lines.append(f"  (the last {DECISIONS_KEPT} decisions)")
         lines += [
             f"  {decision.time - request.metrics.arrival_time:+9.3f} s  step {decision.step:<5d} {describe(decision)}"
-            for decision in by_sequence[sequence.sequence_id]
+            for decision in sequence.decisions
         ]
         lines.append(f"  now: {_now(sequence, num_waiting_before)}")
     return "\n".join(lines)

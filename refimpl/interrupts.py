@@ -11,7 +11,9 @@ from types import FrameType
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Within the block, SIGINT only sets a flag; call what is yielded between steps to raise KeyboardInterrupt then.
+    """Within the block, a first SIGINT only sets a flag; call what is yielded between steps to raise KeyboardInterrupt then.
+
+    A second one, while the first still waits for a long step, goes through at once.
 
     Outside the main thread, and where somebody else handles SIGINT in their own way, nothing is changed. The handler of
     before is back when the block ends.
@@ -28,6 +30,8 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         return
 
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
         interrupted.set()
 
     previous = signal.signal(signal.SIGINT, on_interrupt)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, TypedDict
 
@@ -47,6 +49,7 @@ class LLM:
     def __init__(self, model: Any = "smollm2", **options: Any) -> None:
         self.engine = Engine(EngineArgs.from_options({"model": model, **options}))
         self._numbers = itertools.count()
+        self._one_call_at_a_time = threading.Lock()
 
     def generate(
         self,
@@ -81,6 +84,8 @@ class LLM:
             RequestError: the model has no chat template, or a conversation does not fit it.
 
         """
+        if not isinstance(messages, list | tuple):
+            raise RequestError(f"messages is a {type(messages).__name__}; a chat is a list of dicts with role and content")
         several = bool(messages) and not isinstance(messages[0], dict)
         chats: Sequence[Any] = messages if several else [messages]
         prompts: list[str | list[int]] = [
@@ -110,11 +115,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        with self._one_call_at_a_time:
+            return self._run_alone(prompts, sampling_params, use_tqdm)
+
+    def _run_alone(
+        self,
+        prompts: list[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
         request_ids: list[str] = []
         try:
             for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                request_id = str(next(self._numbers))
+                request_id = f"llm-{next(self._numbers)}"  # no name that a user would give to a request of their own
                 try:
                     self.engine.add_request(request_id, prompt, msgspec.structs.replace(one, output_kind="final_only"))
                 except RequestError as error:
@@ -122,26 +136,31 @@ class LLM:
                         error.args = (f"prompt {number} of {len(prompts)}: {error.args[0]}", *error.args[1:])
                     raise
                 request_ids.append(request_id)
-            outputs = self._step_until_done(len(request_ids), use_tqdm)
+            outputs = self._step_until_done(request_ids, use_tqdm)
         except BaseException:
             self.engine.abort(request_ids)
             raise
         return [outputs[request_id] for request_id in request_ids]
 
-    def _step_until_done(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _step_until_done(self, request_ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+        """Step until these requests have ended. Outputs of others (``llm.engine.add_request``) are kept for their host."""
         from tqdm.auto import tqdm
 
         outputs: dict[str, RequestOutput] = {}
+        wanted, others = set(request_ids), []
         with (
             interrupts_between_steps() as check_interrupt,
-            tqdm(total=num_requests, desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+            tqdm(total=len(wanted), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
         ):
-            while len(outputs) < num_requests:
+            while len(outputs) < len(wanted):
                 check_interrupt()
                 for output in self.engine.step():
-                    if output.finished:
+                    if output.request_id not in wanted:
+                        others.append(output)
+                    elif output.finished:
                         outputs[output.request_id] = output
                         bar.update()
+        self.engine.keep_for_next_step(others)
         return outputs
 
 
@@ -149,8 +168,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """One prompt or many: a text, a dict and a list of ids are one."""
     if isinstance(prompts, str | dict):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; it must be a text, a list of token ids, or a list of these"
+        )
     listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
+    if listed and all(isinstance(item, Integral) for item in listed):
         return [listed]
     return listed
 

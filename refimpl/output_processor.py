@@ -18,6 +18,7 @@ class _Stream:
         self.tokens_seen = 0
         self.tokens_sent = 0
         self.text_sent = 0
+        self.told_end = False
 
 
 class OutputProcessor:
@@ -69,10 +70,18 @@ class OutputProcessor:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._completion(sequence) for sequence in request.sequences],
+            outputs=[self._completion(sequence) for sequence in request.sequences if self._has_news(sequence)],
             finished=request.finished,
             metrics=request.metrics,
         )
+
+    def _has_news(self, sequence: Sequence) -> bool:
+        """With deltas, a sample that ended is told once."""
+        if sequence.request.params.output_kind != "delta":
+            return True
+        stream = self._stream(sequence)
+        ended_before, stream.told_end = stream.told_end, sequence.finished
+        return not ended_before
 
     def _completion(self, sequence: Sequence) -> CompletionOutput:
         stream = self._stream(sequence)

@@ -1,4 +1,4 @@
-"""The records that cross module borders: one step's plan, its outcome, and what a user gets. All are frozen.
+"""The records that cross module borders: a step's plan, its outcome, and what a user gets. All but the metrics are frozen.
 
 ::
 
@@ -56,12 +56,29 @@ class NewBlocks(msgspec.Struct, frozen=True, gc=False, array_like=True):
     block_ids: tuple[int, ...]
 
 
+class BlockCopy(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Copy-on-write: a sequence is about to write into a block that others use too, and gets a copy of its own."""
+
+    slot: int
+    index: int
+    """Which of the table's blocks it is."""
+    source: int
+    target: int
+
+
 class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A request joined the queue."""
 
     request_id: str
     sequence_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+
+
+class PrefixHit(msgspec.Struct, frozen=True, gc=False):
+    """A sequence began with cached blocks: their tokens are not computed again."""
+
+    sequence_id: int
+    block_ids: tuple[int, ...]
 
 
 class Preemption(msgspec.Struct, frozen=True, gc=False):
@@ -92,15 +109,16 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 _WireBatch = Batch | int
-_Wire = tuple[int, _WireBatch, tuple[Admission, ...], tuple[NewBlocks, ...], tuple[int, ...]]
+_Wire = tuple[int, _WireBatch, tuple[Admission, ...], tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...]]
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step as the scheduler planned it.
 
     ``batch`` is whole, for whoever reads steps. An executor applies the changes in this order: ``admitted``,
-    ``restarted``, ``new_blocks``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where
-    that slot stands. A row that reaches its sequence's last known token draws the next one.
+    ``restarted``, ``new_blocks``, ``copies``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``,
+    from where that slot stands. A row that reaches its sequence's last known token draws the next one. A row of 0 tokens is
+    a sample that shares its prompt with the row before it: it draws from that row's logits.
     """
 
     step: int
@@ -109,6 +127,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     restarted: tuple[int, ...] = ()
     """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
     new_blocks: tuple[NewBlocks, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    """All of a step's copies, to be made at once before anything is written."""
     # What follows is for readers of steps; an executor needs none of it.
     arrived: tuple[Arrival, ...] = ()
     aborted: tuple[Finish, ...] = ()
@@ -116,6 +136,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     preempted: tuple[Preemption, ...] = ()
     exhausted: tuple[Finish, ...] = ()
     """Ended in planning this step: alone, and the pool has no block left for it."""
+    prefix_hits: tuple[PrefixHit, ...] = ()
+    forks: tuple[tuple[int, int], ...] = ()
+    """(parent sequence, child sequence): from here on they share all blocks until one writes."""
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -126,7 +149,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     def to_wire(self, known_version: int) -> bytes:
         """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes."""
         batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
-        return msgspec.msgpack.encode((self.step, batch, self.admitted, self.new_blocks, self.restarted))
+        return msgspec.msgpack.encode((self.step, batch, self.admitted, self.new_blocks, self.copies, self.restarted))
 
     @classmethod
     def from_wire(cls, data: bytes, known: Batch) -> SchedulerOutput:
@@ -136,12 +159,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
             ValueError: the sender counts on a batch of another version than ``known``.
 
         """
-        step, batch, admitted, new_blocks, restarted = msgspec.msgpack.decode(data, type=_Wire)
+        step, batch, admitted, new_blocks, copies, restarted = msgspec.msgpack.decode(data, type=_Wire)
         if isinstance(batch, int):
             if batch != known.version:
                 raise ValueError(f"this executor holds batch {known.version}; the step counts on batch {batch}")
             batch = known
-        return cls(step=step, batch=batch, admitted=admitted, new_blocks=new_blocks, restarted=restarted)
+        return cls(step, batch, admitted=admitted, restarted=restarted, new_blocks=new_blocks, copies=copies)
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
@@ -152,7 +175,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestMetrics(msgspec.Struct):
-    """When things happened to a request, in seconds of the engine's clock (``time.monotonic``)."""
+    """When things happened to a request, in seconds of the engine's clock (``time.monotonic``); kept up while it runs."""
 
     arrival_time: float
     first_scheduled_time: float | None = None

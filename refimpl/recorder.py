@@ -1,13 +1,18 @@
-"""From the records of one step to the line of the event log that tells it."""
+"""Recorder: from the records of one step to the line of the event log that tells it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from refimpl.events import ArrivalRecord, StepRecord
+from refimpl.cache import KVCacheManager
+from refimpl.config import SchedulerConfig
+from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, StepRecord
 from refimpl.outputs import NO_TOKEN, Arrival, SchedulerOutput
-from refimpl.scheduler.scheduler import StepUpdate
+from refimpl.scheduler import Scheduler, StepUpdate
 
 
 @dataclass(frozen=True)
@@ -20,38 +25,76 @@ class PlanTime:
     num_waiting: int
 
 
-def record_step(
-    scheduler_output: SchedulerOutput,
-    update: StepUpdate,
-    planned: PlanTime,
-    updated_at: float,
-    started_at: float,
-    token_text: Callable[[int], str],
-) -> StepRecord:
-    """The record of a step. Times in are seconds of the engine's clock; times in the record count from ``started_at``."""
-    batch = scheduler_output.batch
-    return StepRecord(
-        step=scheduler_output.step,
-        scheduled_at=planned.time - started_at,
-        updated_at=updated_at - started_at,
-        sequence_ids=batch.sequence_ids,
-        slots=batch.slots,
-        num_new_tokens=batch.num_new_tokens,
-        token_ids=tuple(update.token_ids),
-        token_texts=tuple("" if token == NO_TOKEN else token_text(token) for token in update.token_ids),
-        arrived=tuple(_arrival(arrival, token_text) for arrival in scheduler_output.arrived),
-        aborted=scheduler_output.aborted,
-        preempted=scheduler_output.preempted,
-        exhausted=scheduler_output.exhausted,
-        admitted=tuple((a.sequence_id, a.num_computed_tokens) for a in scheduler_output.admitted),
-        restarted=scheduler_output.restarted,
-        finished=tuple(update.finished),
-        allocated=tuple((blocks.slot, blocks.block_ids) for blocks in scheduler_output.new_blocks),
-        num_free_blocks=planned.num_free_blocks,
-        num_running=planned.num_running,
-        num_waiting=planned.num_waiting,
-        decisions=scheduler_output.decisions + tuple(update.decisions),
-    )
+class Recorder:
+    """Keeps the event log of one engine; makes no record that nobody would see."""
+
+    def __init__(
+        self,
+        model: str,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        overlap: bool,
+        capacity: int,
+        clock: Callable[[], float],
+        token_text: Callable[[int], str],
+    ) -> None:
+        try:
+            installed = version("refimpl")
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            installed = "unknown"
+        numbers: dict[str, Any] = {
+            "model": model,
+            "block_size": kv.block_size,
+            "num_blocks": kv.num_blocks,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_model_len": config.max_model_len,
+            "enable_kv_cache": config.enable_kv_cache,
+            "enable_prefix_caching": kv.prefix_cache is not None,
+            "async_scheduling": overlap,
+        }
+        self.events = EventLog(LogHeader(SCHEMA_VERSION, installed, time.time(), "monotonic", numbers), capacity)
+        self._clock = clock
+        self._started_at = clock()
+        self._token_text = token_text
+
+    def plan_time(self, scheduler: Scheduler) -> PlanTime:
+        """Now, and what the pool and the queue are like."""
+        return PlanTime(self._clock(), scheduler.kv.num_free_blocks, len(scheduler.running), len(scheduler.waiting))
+
+    def record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
+        """Write down a step, if anything happened in it and anybody would see it."""
+        happened = not output.empty or output.arrived or output.aborted or output.preempted
+        if self.events.wanted and (happened or output.exhausted or output.decisions):
+            self.events.append(self._step_record(output, update, planned))
+
+    def _step_record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> StepRecord:
+        batch, text = output.batch, self._token_text
+        return StepRecord(
+            step=output.step,
+            scheduled_at=planned.time - self._started_at,
+            updated_at=self._clock() - self._started_at,
+            sequence_ids=batch.sequence_ids,
+            slots=batch.slots,
+            num_new_tokens=batch.num_new_tokens,
+            token_ids=tuple(update.token_ids),
+            token_texts=tuple("" if token == NO_TOKEN else text(token) for token in update.token_ids),
+            arrived=tuple(_arrival(arrival, text) for arrival in output.arrived),
+            aborted=output.aborted,
+            preempted=output.preempted,
+            exhausted=output.exhausted,
+            admitted=tuple((a.sequence_id, a.slot, a.num_computed_tokens) for a in output.admitted),
+            restarted=output.restarted,
+            finished=tuple(update.finished),
+            copies=output.copies,
+            prefix_hits=output.prefix_hits,
+            forks=output.forks,
+            allocated=tuple((blocks.slot, blocks.block_ids) for blocks in output.new_blocks),
+            num_free_blocks=planned.num_free_blocks,
+            num_running=planned.num_running,
+            num_waiting=planned.num_waiting,
+            decisions=output.decisions + tuple(update.decisions),
+        )
 
 
 def _arrival(arrival: Arrival, token_text: Callable[[int], str]) -> ArrivalRecord:

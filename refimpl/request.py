@@ -18,7 +18,7 @@ from refimpl.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 DECISIONS_KEPT = 256
-"""Decisions remembered a request: the first ones go first."""
+"""Decisions remembered a sample; beyond that the oldest are forgotten."""
 
 
 class Status(enum.Enum):
@@ -46,6 +46,8 @@ class Sequence:
     num_prompt_tokens: int
     path: int
     """The branch of randomness, 64 bits: sample i of n has its own (:func:`refimpl.kernels.philox.branch`)."""
+    leader: Sequence | None = None
+    """The sample of the same request whose prompt this one shares; None for the first, and for one that was forked."""
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache, or ordered to be: advanced by ``Scheduler.schedule``."""
@@ -56,8 +58,11 @@ class Sequence:
     stop_reason: int | str | None = None
     """The stop token id, or the sentence that explains an error or an early end."""
     num_preemptions: int = 0
+    num_forks: int = 0
+    """How many branches left it: each takes a path of its own."""
     token_times: list[float] = field(default_factory=list)
     """When each output token became known, in seconds of the engine's clock."""
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +92,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """What a user asked for, its samples, and the story of what was decided about it."""
+    """What a user asked for, and its samples."""
 
     request_id: str
     prompt: str | None
@@ -103,7 +108,6 @@ class Request:
     user: str | None = None
     """Whom it is for: policies may share the machine out by it."""
     sequences: list[Sequence] = field(default_factory=list)
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
 
     @property
     def finished(self) -> bool:

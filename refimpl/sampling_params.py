@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 import msgspec
 
@@ -60,10 +61,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise SamplingParamsError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
         def is_int(value: object) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
+            return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's too
 
         def is_number(value: object) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool)
+            return isinstance(value, Real) and not isinstance(value, bool)
 
         check(is_int(self.n) and 1 <= self.n <= 1024, "n", "a whole number from 1 to 1024")
         hot_enough = is_number(self.temperature) and 0 <= self.temperature <= HOTTEST
@@ -87,9 +88,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "stop_token_ids",
             "a list of token ids, each 0 or more",
         )
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in ("temperature", "top_p", "min_p"):
-            msgspec.structs.force_setattr(self, name, float(getattr(self, name)))
+        plain: dict[str, Any] = {"stop_token_ids": tuple(map(int, self.stop_token_ids))}
+        plain |= {name: float(getattr(self, name)) for name in ("temperature", "top_p", "min_p")}
+        plain |= {name: int(getattr(self, name)) for name in ("n", "top_k")}
+        plain |= {name: int(getattr(self, name)) for name in ("seed", "max_tokens") if getattr(self, name) is not None}
+        for name, value in plain.items():
+            msgspec.structs.force_setattr(self, name, value)
 
     @property
     def greedy(self) -> bool:

@@ -1,5 +1,7 @@
 """The engine's own promises: what it refuses, what fails alone, what it tells, and what it gives back."""
 
+import os
+import signal
 import threading
 
 import pytest
@@ -101,6 +103,13 @@ def test_max_tokens_none_goes_on_to_max_model_len():
         ({"max_model_len": 100, "num_gpu_blocks_override": 5}, r"holds 80 \(5 blocks of 16\); lower max_model_len to 80"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16}, "a prompt must fit one step"),
         ({"seed": "x"}, "seed is 'x'"),
+        ({"seed": True}, "seed is True"),
+        ({"seed": 2**80}, "64 bits"),
+        ({"cpu_kvcache_space": float("inf")}, "cpu_kvcache_space is inf"),
+        ({"cpu_kvcache_space": "1"}, "cpu_kvcache_space is '1'"),
+        ({"gpu_memory_utilization": "x"}, "gpu_memory_utilization is 'x'"),
+        ({"enable_kv_cache": "no"}, "enable_kv_cache is 'no'"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
         ({"event_log_size": -1}, "event_log_size is -1"),
     ],
 )
@@ -169,24 +178,117 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(bad, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(overlap, monkeypatch):
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(overlap, monkeypatch, caplog):
     engine = make(async_scheduling=overlap)
     runner = engine._executor.runner
-    good_forward = runner.model.forward
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("the device fell over")
-
     engine.add_request("a", "Hello", GREEDY)
-    monkeypatch.setattr(runner.model, "forward", broken)
-    with pytest.raises(RuntimeError, match="fell over"):
-        drain(engine)
-    monkeypatch.setattr(runner.model, "forward", good_forward)
-    assert engine.audit() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "forward", raising(RuntimeError("the device fell over")))
+        failed = drain(engine)["a"].outputs[0]
+    assert failed.finish_reason == "error"
+    assert "the device fell over" in failed.stop_reason
+    assert "step 0 failed and ends a" in caplog.text
     assert engine.scheduler.kv.num_free_blocks == 64
     assert "the device fell over" in engine.explain("a")
+    assert len(engine.scheduler.kv.prefix_cache) == 0, "blocks of a step that was not computed are not found"
+    assert [arrival.request_id for record in engine.events.records for arrival in record.arrived] == ["a"]
     engine.add_request("b", "Hello", GREEDY)
     assert drain(engine)["b"].outputs[0].finish_reason == "length"
+    engine.close()
+
+
+def raising(error):
+    def broken(*_args, **_kwargs):
+        raise error
+
+    return broken
+
+
+def test_a_failure_after_the_end_costs_no_result(monkeypatch):
+    """With overlap, a step is in flight when its only request turns out to have stopped; it may fail, nothing is lost."""
+    alone = make()
+    alone.add_request("a", "Hello", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    tokens = drain(alone)["a"].outputs[0].token_ids
+    engine = make(async_scheduling=True)
+    forward, calls = engine._executor.runner.model.forward, []
+
+    def fails_at_the_fifth(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("too late to matter")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine._executor.runner.model, "forward", fails_at_the_fifth)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, stop_token_ids=[tokens[3]])
+    engine.add_request("a", "Hello", params)
+    [sample] = drain(engine)["a"].outputs
+    assert (sample.finish_reason, sample.token_ids, sample.stop_reason) == ("stop", tokens[:4], tokens[3])
+    assert "too late" not in engine.explain("a")
+    engine.close()
+    alone.close()
+
+
+def test_close_after_a_failed_step_still_gives_everything_back(monkeypatch):
+    engine = make(async_scheduling=True)
+    engine.add_request("a", "Hello", GREEDY)
+    monkeypatch.setattr(engine._executor.runner.model, "forward", raising(RuntimeError("gone")))
+    engine.step()
+    engine.close()
+    assert engine._executor._closed
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch):
+    engine = make(async_scheduling=overlap)
+    forward, pressed = engine._executor.runner.model.forward, []
+
+    def forward_with_ctrl_c(*args, **kwargs):
+        if len(pressed) < 3:
+            pressed.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine._executor.runner.model, "forward", forward_with_ctrl_c)
+    engine.add_request("a", "Hello", GREEDY)
+    finished, interrupts = {}, 0
+    while engine.has_unfinished_requests():
+        try:
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert engine.audit() == []
+    assert interrupts >= 1
+    assert len(finished["a"].outputs[0].token_ids) == 4
+    assert finished["a"].outputs[0].finish_reason == "length"
+    engine.close()
+
+
+def test_a_second_ctrl_c_goes_through_and_ends_what_it_tore(monkeypatch):
+    engine = make()
+    engine.add_request("a", "Hello", GREEDY)
+    forward = engine._executor.runner.model.forward
+
+    def forward_with_two(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._executor.runner.model, "forward", forward_with_two)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.audit() == []
+    assert drain(engine)["a"].outputs[0].finish_reason == "error"
+    engine.add_request("b", "Hello", GREEDY)
+    assert drain(engine)["b"].outputs[0].finish_reason == "length"
+    engine.close()
+
+
+def test_request_ids_are_strings():
+    engine = make()
+    for request_id in (5, None, ["q"]):
+        with pytest.raises(RequestError, match="must be a string"):
+            engine.add_request(request_id, "Hello", GREEDY)
     engine.close()
 
 
@@ -229,7 +331,7 @@ def test_explain_reads_like_a_story():
     assert "waits at the head of the queue" in engine.explain("new")
     drain(engine)
     old, new = engine.explain("old"), engine.explain("new")
-    assert "its prompt is split: 16 tokens in this step (budget), 4 left" in old
+    assert "is split by the budget: 16 tokens in this step, 4 left" in old
     for words in (
         "arrives with 14 prompt tokens",
         "is preempted (recompute)",
@@ -305,3 +407,60 @@ def test_the_default_event_log_holds_every_step_and_none_when_off():
     drain(quiet)
     assert not quiet.events.records
     quiet.close()
+
+
+def test_forks_of_a_sampled_request_go_their_own_ways_and_say_so():
+    engine = make(max_num_seqs=8)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True)
+    engine.add_request("tree", "Hello", params, cache_salt="s", user="u")
+    for _ in range(4):
+        engine.step()
+    engine.fork("tree", "left")
+    engine.fork("tree", "right")
+    finished = drain(engine)
+    left, right = finished["left"].outputs[0].token_ids, finished["right"].outputs[0].token_ids
+    continued = finished["tree"].outputs[0].token_ids[len(finished["left"].prompt_token_ids) - 5 :]
+    assert len({tuple(left[:10]), tuple(right[:10]), tuple(continued[:10])}) == 3
+    assert "shares all 1 block(s) of tree" in engine.explain("left")
+    assert engine._finished["left"].cache_salt == "s"
+    assert [record.forks for record in engine.events.records if record.forks] == [((0, 1), (0, 2))]
+    engine.close()
+
+
+def test_a_fork_that_cannot_be_is_refused():
+    engine = make(max_model_len=20)
+    engine.add_request("a", [1] * 5, SamplingParams(max_tokens=14, ignore_eos=True))
+    engine.step()
+    for call, says in [
+        (lambda: engine.fork("nobody", "b"), "no unfinished request 'nobody'"),
+        (lambda: engine.fork("a", "b", index=1), "no unfinished sample 1"),
+        (lambda: engine.fork("a", "a"), "in use"),
+        (lambda: engine.fork("a", "b", SamplingParams(n=2)), "a fork is one sample"),
+    ]:
+        with pytest.raises(RequestError, match=says):
+            call()
+    assert len(drain(engine)) == 1
+    with pytest.raises(RequestError, match="no unfinished request 'a'"):
+        engine.fork("a", "b")
+    engine.close()
+
+
+def test_the_prefix_cache_is_counted_reset_and_off_without_a_cache():
+    engine = make()
+    for number in range(2):
+        engine.add_request(str(number), [1] * 40, GREEDY)
+        drain(engine)
+    assert (engine.prefix_cache_stats.queries, engine.prefix_cache_stats.hits) == (80, 32)
+    assert "finds 32 of its tokens in the prefix cache" in engine.explain("1")
+    engine.reset_prefix_cache()
+    engine.add_request("2", [1] * 40, GREEDY)
+    drain(engine)
+    assert engine.prefix_cache_stats.hits == 32
+    engine.close()
+    for options in ({"enable_prefix_caching": False}, {"enable_kv_cache": False, "max_num_batched_tokens": 64}):
+        engine = make(**options)
+        for number in range(2):
+            engine.add_request(str(number), [1] * 40, GREEDY)
+            drain(engine)
+        assert engine.prefix_cache_stats.hits == 0
+        engine.close()

@@ -105,3 +105,73 @@ def test_samples_of_one_request_differ_and_are_the_same_in_any_batch():
     for number, samples in enumerate(alone):
         different = len({tuple(sample) for sample in samples})
         assert different == (1 if params_of(number).greedy else 3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_prefix_cache_and_sharing_change_nothing(overlap):
+    """Prompts that begin alike, samples of one prompt, sent twice, with and without; a preemption at each step in turn."""
+    stem = PROMPTS[3][:33]
+    prompts = [stem + tail for tail in ([], [1], [2, 3], [4] * 9)]
+    cases = 0
+
+    def outputs(step=None, **options):
+        engine = Engine(
+            EngineArgs(
+                model="tiny", dtype="float64", block_size=8, max_model_len=64, num_gpu_blocks_override=60,
+                max_num_batched_tokens=24, max_num_seqs=8, async_scheduling=overlap, **options,
+            )
+        )  # fmt: skip
+        if step is not None:
+            for number in range(2 * len(prompts)):
+                engine.scheduler.preempt_at(step, str(number))
+        tokens = {}
+        for repeat in range(2):
+            for number, prompt in enumerate(prompts):
+                params = SamplingParams(temperature=1, n=2, seed=number, max_tokens=5, ignore_eos=True)
+                engine.add_request(str(repeat * len(prompts) + number), prompt, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        tokens[int(output.request_id)] = [sample.token_ids for sample in output.outputs]
+                assert engine.audit() == []
+        hits = engine.prefix_cache_stats.hits
+        engine.close()
+        return [tokens[number] for number in sorted(tokens)], hits
+
+    plain, no_hits = outputs(enable_prefix_caching=False, step=None)
+    assert no_hits == 0
+    assert plain[:4] == plain[4:]
+    for step in [None, *range(14)]:
+        shared, hits = outputs(step)
+        assert shared == plain, step
+        assert hits > 0
+        cases += len(shared)
+    assert cases == 15 * 8
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_a_greedy_fork_goes_on_as_its_parent_does(steps, overlap):
+    """The fork shares the parent's blocks; both write into copies or in place, and read the same keys and values."""
+    engine = Engine(
+        EngineArgs(model="tiny", dtype="float64", block_size=4, num_gpu_blocks_override=60, async_scheduling=overlap)
+    )
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    engine.add_request("parent", PROMPTS[2], params)
+    for _ in range(steps):
+        engine.step()
+    for name in ("first", "second"):
+        engine.fork("parent", name, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+        assert engine.audit() == []
+    parent = PROMPTS[2] + finished["parent"].outputs[0].token_ids
+    for name in ("first", "second"):
+        whole = finished[name].prompt_token_ids + finished[name].outputs[0].token_ids
+        assert whole == parent[: len(whole)]
+        assert len(finished[name].outputs[0].token_ids) == 8
+    assert engine.scheduler.kv.num_free_blocks == 60
+    engine.close()

@@ -35,7 +35,7 @@ def assert_idle(llm):
     engine = llm.engine
     assert engine.audit() == []
     assert engine.scheduler.kv.num_free_blocks == engine.scheduler.kv.num_blocks
-    assert engine.scheduler.running == []
+    assert len(engine.scheduler.running) == 0
     assert len(engine.scheduler.waiting) == 0
     while engine.has_unfinished_requests():  # a step in flight whose tokens nobody wants
         assert engine.step() == []
@@ -400,9 +400,10 @@ def test_deltas_of_samples_that_end_apart(overlap):
     delta = outputs_of("delta", overlap, n=2, max_tokens=12, stop_token_ids=[stop])
     whole = outputs_of("final_only", overlap, n=2, max_tokens=12, stop_token_ids=[stop])[0]
     for index in range(2):
-        told = [token for output in delta for token in output.outputs[index].token_ids]
-        assert told == whole.outputs[index].token_ids
-        assert "".join(output.outputs[index].text for output in delta) == whole.outputs[index].text
+        samples = [sample for output in delta for sample in output.outputs if sample.index == index]
+        assert [token for sample in samples for token in sample.token_ids] == whole.outputs[index].token_ids
+        assert "".join(sample.text for sample in samples) == whole.outputs[index].text
+        assert [sample.finished for sample in samples].count(True) == 1
     assert len(whole.outputs[0].token_ids) <= 3
 
 
@@ -414,3 +415,49 @@ def test_metrics(llm):
     assert metrics.first_token_time == metrics.token_times[0][0]
     assert metrics.token_times[0] == sorted(metrics.token_times[0])
     assert metrics.token_times[0][-1] <= metrics.finished_time <= time.monotonic()
+
+
+def test_the_engines_own_requests_and_those_of_generate_do_not_mix():
+    with LLM("tiny", num_gpu_blocks_override=64, max_model_len=200) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        llm.engine.add_request("0", "mine", params)
+        [output] = llm.generate("Hello", params, use_tqdm=False)
+        assert output.prompt == "Hello"
+        kept = []
+        while llm.engine.has_unfinished_requests():
+            kept += llm.engine.step()
+        assert [(output.request_id, output.finished) for output in kept][-1] == ("0", True)
+
+
+def test_generate_from_several_threads_is_served_one_after_the_other():
+    with LLM("tiny", num_gpu_blocks_override=64, max_model_len=200) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        outputs = {}
+
+        def call(text):
+            outputs[text] = llm.generate(text, params, use_tqdm=False)[0]
+
+        threads = [threading.Thread(target=call, args=(text,)) for text in ("a", "b", "c")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {text: output.prompt for text, output in outputs.items()} == {"a": "a", "b": "b", "c": "c"}
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc"])
+def test_prompts_of_another_kind_are_refused(prompts):
+    with LLM("tiny", num_gpu_blocks_override=64, max_model_len=200) as llm:
+        with pytest.raises(RequestError, match="must be a text"):
+            llm.generate(prompts)
+        with pytest.raises(RequestError, match="a chat is a list"):
+            llm.chat({"role": "user", "content": "x"})
+
+
+def test_numpy_ids_are_ids():
+    import numpy as np
+
+    with LLM("tiny", num_gpu_blocks_override=64, max_model_len=200) as llm:
+        params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(2), top_k=np.int64(3))
+        [one] = llm.generate(np.array([1, 2, 3]), params, use_tqdm=False)
+        assert one.prompt_token_ids == [1, 2, 3]

@@ -23,7 +23,7 @@ LAYERS = [
     {"sampling", "speculative"},
     {"executor", "simulate", "parallel"},
     # The engine and its own helpers.
-    {"engine", "recorder", "explain", "output_processor", "interrupts"},
+    {"engine", "intake", "recorder", "explain", "output_processor", "interrupts"},
     {"llm", "async_llm"},
     {"server", "bench", "cli"},
 ]

@@ -3,6 +3,17 @@
 from refimpl.cache.auditor import Snapshot, Violation, audit
 from refimpl.cache.block_pool import BlockPool
 from refimpl.cache.block_table import BlockTable
-from refimpl.cache.kv_cache_manager import KVCacheManager
+from refimpl.cache.kv_cache_manager import Allocation, KVCacheManager
+from refimpl.cache.prefix_cache import PrefixCache, PrefixCacheStats
 
-__all__ = ["BlockPool", "BlockTable", "KVCacheManager", "Snapshot", "Violation", "audit"]
+__all__ = [
+    "Allocation",
+    "BlockPool",
+    "BlockTable",
+    "KVCacheManager",
+    "PrefixCache",
+    "PrefixCacheStats",
+    "Snapshot",
+    "Violation",
+    "audit",
+]

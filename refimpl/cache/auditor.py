@@ -1,7 +1,8 @@
 """The auditor: checks the cache's books from the outside, on a snapshot, without the code that keeps them.
 
-Two levels so far. *Ownership*: every block is free or in exactly one place of exactly one table. *Lengths*: a table has
-the blocks that its computed tokens need, and no more.
+Two levels here. *Ownership*: every block is free, or cached and unused, or in tables, exactly one of the three; its
+reference count is the number of tables that mention it. *Lengths*: a table has the blocks that its computed tokens need,
+and no more. The third level, what is *in* the blocks, is :mod:`refimpl.cache.shadow`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int
     free_ids: tuple[int, ...]
+    cached_ids: tuple[int, ...]
+    """Blocks that the prefix cache owns: their content is known, and no sequence uses them."""
+    ref_counts: dict[int, int]
+    """In how many tables each block is, by the manager's own count; blocks in none are left out."""
     tables: dict[int, tuple[int, ...]]
     """Block ids of each sequence, by sequence id."""
     num_computed_tokens: dict[int, int]
@@ -28,7 +33,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 class Violation(msgspec.Struct, frozen=True):
     """One thing that is wrong, as a sentence."""
 
-    level: Literal["ownership", "lengths"]
+    level: Literal["ownership", "lengths", "contents"]
     text: str
 
 
@@ -40,25 +45,33 @@ def audit(snapshot: Snapshot) -> list[Violation]:
 
 
 def _ownership(snapshot: Snapshot) -> Iterator[str]:
-    free = Counter(snapshot.free_ids)
+    free, cached = Counter(snapshot.free_ids), Counter(snapshot.cached_ids)
     owners: dict[int, list[int]] = {}
     for sequence_id, block_ids in snapshot.tables.items():
         for block_id in block_ids:
             owners.setdefault(block_id, []).append(sequence_id)
     legal = range(1, snapshot.num_blocks + 1)
-    for block_id in sorted((free.keys() | owners.keys()) - set(legal)):
+    for block_id in sorted((free.keys() | cached.keys() | owners.keys()) - set(legal)):
         what = "the null block" if block_id == 0 else f"block {block_id}, which does not exist,"
-        yield f"{what} is {'free' if block_id in free else f'in the table of {owners[block_id]}'}"
+        if block_id in owners:
+            yield f"{what} is in the table of {owners[block_id]}"
+        if block_id in free or block_id in cached:
+            yield f"{what} is {'free' if block_id in free else 'cached'}"
     for block_id in legal:
-        times_free, owned_by = free[block_id], owners.get(block_id, [])
-        if times_free > 1:
-            yield f"block {block_id} is in the free list {times_free} times"
-        if times_free and owned_by:
-            yield f"block {block_id} is free and in the table of {owned_by}"
-        if len(owned_by) > 1:
-            yield f"block {block_id} is in the tables of {owned_by}"
-        if not times_free and not owned_by:
-            yield f"block {block_id} is lost: neither free nor in a table"
+        owned_by = owners.get(block_id, [])
+        for name, times in (("free list", free[block_id]), ("prefix cache", cached[block_id])):
+            if times > 1:
+                yield f"block {block_id} is in the {name} {times} times"
+            if times and owned_by:
+                yield f"block {block_id} is in the {name} and in the table of {owned_by}"
+        if free[block_id] and cached[block_id]:
+            yield f"block {block_id} is free and cached"
+        if len(set(owned_by)) < len(owned_by):
+            yield f"block {block_id} is twice in one table of {owned_by}"
+        if (count := snapshot.ref_counts.get(block_id, 0)) != len(owned_by):
+            yield f"block {block_id} has reference count {count}, but is in the tables of {owned_by}"
+        if not free[block_id] and not cached[block_id] and not owned_by:
+            yield f"block {block_id} is lost: neither free nor cached nor in a table"
 
 
 def _lengths(snapshot: Snapshot) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class BlockTable:
-    """The map from logical to physical blocks of one sequence; blocks are only ever appended.
+    """The map from logical to physical blocks of one sequence; blocks are only appended, or replaced by a copy.
 
     Token ``position`` lives in slot ``block_ids[position // block_size] * block_size + position % block_size``.
     """
@@ -29,6 +29,10 @@ class BlockTable:
     def append(self, block_ids: Iterable[int]) -> None:
         """Add blocks at the end."""
         self.block_ids.extend(block_ids)
+
+    def replace(self, index: int, block_id: int) -> None:
+        """Put another block in a place of the table: a copy that is the sequence's own."""
+        self.block_ids[index] = block_id
 
     def slot(self, position: int) -> int:
         """The token slot of a position, in the flat numbering of the whole cache."""

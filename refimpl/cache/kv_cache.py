@@ -35,10 +35,14 @@ class KVCache:
             for _ in range(config.num_hidden_layers)
         ]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes reserved, the null block included."""
-        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each, in every layer. Targets are distinct, and none is a source."""
+        if not copies:
+            return
+        sources, targets = torch.tensor(copies, device=self.layers[0].k.device).unbind(1)
+        for layer in self.layers:
+            for cache in (layer.k, layer.v):
+                cache[targets] = cache[sources]
 
     def release(self) -> None:
         """Give the memory back now, whoever still holds a reference to the tensors."""

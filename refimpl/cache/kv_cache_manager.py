@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from refimpl.cache.auditor import Snapshot
 from refimpl.cache.block_pool import BlockPool
 from refimpl.cache.block_table import BlockTable
+from refimpl.cache.prefix_cache import Key, PrefixCache, root_key
+
+
+@dataclass
+class Allocation:
+    """What a sequence was given for its new tokens."""
+
+    new_blocks: list[int] = field(default_factory=list)
+    """Blocks appended to its table."""
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    """Copy-on-write: (index in the table, shared block, own block that takes its place)."""
 
 
 class KVCacheManager:
     """Gives sequences the blocks that their tokens need, on demand, and takes them back at once.
 
-    A sequence wastes at most ``block_size - 1`` slots, in its last block.
+    A block may stand in several tables: after a fork, or where prompts begin alike. Reference counts say in how many. Only
+    the last block of a table is ever written, and a shared one is copied first (copy-on-write); its last owner writes in
+    place. A sequence wastes at most ``block_size - 1`` slots, in its last block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.num_blocks = num_blocks
+        self.prefix_cache = prefix_cache
         self._tables: dict[int, BlockTable] = {}
+        self._keys: dict[int, list[Key]] = {}
+        """The chain of keys of each sequence's published blocks, its root first."""
+        self._ref_counts = [0] * (num_blocks + 1)
 
-    @property
-    def num_blocks(self) -> int:
-        """Usable blocks (the null block is one more)."""
-        return self.pool.num_blocks
+    # ------------------------------------------------------------------ counting
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now."""
-        return self.pool.num_free
+        """Blocks that could be handed out now: free ones, and cached ones that no sequence uses."""
+        return self.pool.num_free + (self.prefix_cache.num_evictable if self.prefix_cache else 0)
+
+    def num_free_blocks_beside(self, cached_blocks: Sequence[int]) -> int:
+        """Blocks that could be handed out once a sequence has taken these cached ones."""
+        return self.num_free_blocks - (self.prefix_cache.num_unused(cached_blocks) if self.prefix_cache else 0)
 
     @property
     def capacity(self) -> int:
@@ -39,40 +64,133 @@ class KVCacheManager:
         """Blocks that a sequence of ``num_tokens`` tokens takes."""
         return -(-num_tokens // self.block_size)
 
-    def num_blocks_of(self, sequence_id: int) -> int:
-        """Blocks in a sequence's table; 0 if it has none."""
-        table = self._tables.get(sequence_id)
-        return len(table.block_ids) if table else 0
-
     def blocks_missing(self, sequence_id: int, num_tokens: int) -> int:
-        """Blocks that ``allocate`` would have to take from the pool."""
-        return max(0, self.blocks_for(num_tokens) - self.num_blocks_of(sequence_id))
+        """Blocks that a sequence still needs before it has room for ``num_tokens`` tokens, copies not counted."""
+        table = self._tables.get(sequence_id)
+        return table.blocks_missing(num_tokens) if table else self.blocks_for(num_tokens)
 
-    def allocate(self, sequence_id: int, num_tokens: int) -> list[int] | None:
-        """Make room for the first ``num_tokens`` tokens of a sequence.
+    def table(self, sequence_id: int) -> tuple[int, ...]:
+        """A sequence's block ids; empty if it has none."""
+        table = self._tables.get(sequence_id)
+        return tuple(table.block_ids) if table else ()
 
-        Returns the blocks appended to its table (often none), or None, with nothing changed, if the pool has too few.
+    # ------------------------------------------------------------------ taking blocks
+
+    def match_prefix(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
+        """The cached blocks at the head of a prompt. At least one token is left to compute. Changes nothing."""
+        if self.prefix_cache is None:
+            return []
+        most = (len(token_ids) - 1) // self.block_size
+        return self.prefix_cache.lookup(root_key(salt), token_ids, self.block_size, most)
+
+    def count_query(self, num_tokens: int, num_hit_tokens: int) -> None:
+        """Count a prompt's look-up in the prefix cache's statistics."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.stats.queries += num_tokens
+            self.prefix_cache.stats.hits += num_hit_tokens
+
+    def admit(
+        self, sequence_id: int, num_tokens: int, cached_blocks: Sequence[int] = (), salt: str | None = None
+    ) -> Allocation | None:
+        """Begin a sequence's table with the blocks of a prefix hit, and make room for ``num_tokens`` tokens in all.
+
+        The hit is taken before anything is evicted for the rest. None, with nothing changed, if there is too little room.
+        """
+        assert sequence_id not in self._tables, f"sequence {sequence_id} has a table"
+        missing = self.blocks_for(num_tokens) - len(cached_blocks)
+        if missing > self.num_free_blocks_beside(cached_blocks):
+            return None
+        table = self._tables[sequence_id] = BlockTable(self.block_size)
+        if self.prefix_cache is not None:
+            self.prefix_cache.acquire(cached_blocks)
+            self._keys[sequence_id] = [root_key(salt), *self.prefix_cache.keys_of(cached_blocks)]
+        self._reference(table, cached_blocks)
+        new_blocks = self._take(missing)
+        self._reference(table, new_blocks)
+        return Allocation(new_blocks)
+
+    def allocate(self, sequence_id: int, num_computed_tokens: int, num_tokens: int) -> Allocation | None:
+        """Make room for the tokens ``[num_computed_tokens, num_tokens)`` of a sequence, which will be written.
+
+        A block among these that others own too is replaced by one of its own, to be filled by a copy. None, with nothing
+        changed, if there is too little room.
         """
         table = self._tables.get(sequence_id)
-        missing = table.blocks_missing(num_tokens) if table else self.blocks_for(num_tokens)
-        if table and not missing:
-            return []
-        block_ids = self.pool.allocate(missing)
-        if block_ids is None:
-            return None
         if table is None:
-            table = self._tables[sequence_id] = BlockTable(self.block_size)
-        table.append(block_ids)
-        return block_ids
+            return self.admit(sequence_id, num_tokens)
+        missing = table.blocks_missing(num_tokens)
+        written = range(num_computed_tokens // self.block_size, min(len(table.block_ids), self.blocks_for(num_tokens)))
+        shared = [index for index in written if self._ref_counts[table.block_ids[index]] > 1]
+        if not missing and not shared:
+            return Allocation()
+        if missing + len(shared) > self.num_free_blocks:
+            return None
+        copies = []
+        for index, own in zip(shared, self._take(len(shared)), strict=True):
+            copies.append((index, table.block_ids[index], own))
+            self._ref_counts[table.block_ids[index]] -= 1
+            self._ref_counts[own] = 1
+            table.replace(index, own)
+        new_blocks = self._take(missing)
+        self._reference(table, new_blocks)
+        return Allocation(new_blocks, copies)
+
+    def fork(self, parent_id: int, child_id: int) -> tuple[int, ...]:
+        """Give a child sequence its parent's table: every block is shared, none is copied. Returns the block ids."""
+        parent = self._tables[parent_id]
+        child = self._tables[child_id] = BlockTable(self.block_size)
+        self._reference(child, parent.block_ids)
+        if parent_id in self._keys:
+            self._keys[child_id] = list(self._keys[parent_id])
+        return tuple(child.block_ids)
+
+    def publish(self, sequence_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Make the blocks that are full and computed (or ordered) findable by others. ``token_ids`` are the known ones."""
+        keys = self._keys.get(sequence_id)
+        if self.prefix_cache is None or keys is None:
+            return
+        table = self._tables[sequence_id]
+        full = min(num_computed_tokens, len(token_ids)) // self.block_size
+        for index in range(len(keys) - 1, full):
+            tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
+            keys.append(self.prefix_cache.publish(table.block_ids[index], keys[-1], tokens))
+
+    # ------------------------------------------------------------------ giving blocks back
 
     def free(self, sequence_id: int) -> list[int]:
-        """Take back all blocks of a sequence (last block first) and forget its table. Returns the blocks."""
+        """Forget a sequence's table (last block first). Returns the blocks that nobody uses any more."""
         table = self._tables.pop(sequence_id, None)
-        if table is None:
-            return []
-        block_ids = table.block_ids[::-1]
-        self.pool.free(block_ids)
+        self._keys.pop(sequence_id, None)
+        released, forgotten = [], []
+        for block_id in reversed(table.block_ids if table else ()):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                released.append(block_id)
+                if self.prefix_cache is None or not self.prefix_cache.release(block_id):
+                    forgotten.append(block_id)
+        self.pool.free(forgotten)
+        return released
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content. Blocks in use stay with their sequences, and are not findable any more."""
+        if self.prefix_cache is not None:
+            self.pool.free(self.prefix_cache.reset())
+            self._keys.clear()
+
+    def _take(self, count: int) -> list[int]:
+        """Blocks from the pool, after evicting what it lacks. The caller has counted."""
+        lacking = count - self.pool.num_free
+        if lacking > 0:
+            assert self.prefix_cache is not None, "the caller has counted"
+            self.pool.free(self.prefix_cache.evict(lacking))
+        block_ids = self.pool.allocate(count)
+        assert block_ids is not None, "the caller has counted"
         return block_ids
+
+    def _reference(self, table: BlockTable, block_ids: Sequence[int]) -> None:
+        table.append(block_ids)
+        for block_id in block_ids:
+            self._ref_counts[block_id] += 1
 
     def snapshot(self, num_computed_tokens: Mapping[int, int]) -> Snapshot:
         """The state as the auditor reads it; the argument says how far each running sequence is computed."""
@@ -80,6 +198,8 @@ class KVCacheManager:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             free_ids=self.pool.free_ids,
+            cached_ids=self.prefix_cache.unused_ids if self.prefix_cache else (),
+            ref_counts={i: count for i, count in enumerate(self._ref_counts) if count},
             tables={sequence_id: tuple(table.block_ids) for sequence_id, table in self._tables.items()},
             num_computed_tokens=dict(num_computed_tokens),
         )

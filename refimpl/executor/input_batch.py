@@ -29,8 +29,10 @@ class StepInputs:
     attention: AttentionMetadata
     drawing: list[int]
     """Rows of the batch that have caught up with their last token, and draw the next."""
-    last_tokens: Int64[Tensor, "R"]
-    """For each of them, its last token's place in the flat batch: the hidden state to draw from."""
+    last_tokens: Int64[Tensor, "distinct"]
+    """Their last tokens' places in the flat batch, each once: the hidden states to draw from."""
+    logits_row: Int64[Tensor, "R"] | None
+    """Which of these each of them draws from; None where it is one each. Samples that begin together share one."""
     slots: Int64[Tensor, "R"]
     sampling: SamplingRows
 
@@ -65,6 +67,8 @@ class InputBatch:
             self.num_computed_tokens[slot] = 0
         for new_blocks in scheduler_output.new_blocks:
             self._append_blocks(new_blocks)
+        for copy in scheduler_output.copies:
+            self.block_table[copy.slot, copy.index] = copy.target
 
     def _admit(self, admission: Admission) -> None:
         slot, count = admission.slot, len(admission.token_ids)
@@ -97,6 +101,8 @@ class InputBatch:
         positions = self._to_device(np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1]))
         self.num_computed_tokens[slots] = contexts
         drawing = np.flatnonzero(contexts == self.num_tokens[slots])
+        # A row of 0 tokens ends where the row before it does, so it draws from the same token.
+        last_tokens, logits_row = np.unique(ends[drawing] - 1, return_inverse=True)
         return StepInputs(
             input_ids=self.token_ids[token_slots, positions],
             positions=positions,
@@ -108,7 +114,8 @@ class InputBatch:
                 slot_mapping=self._slot_mapping(token_slots, positions),
             ),
             drawing=drawing.tolist(),
-            last_tokens=self._to_device(ends[drawing] - 1),
+            last_tokens=self._to_device(last_tokens),
+            logits_row=self._to_device(logits_row) if len(last_tokens) < len(drawing) else None,
             slots=self._to_device(slots[drawing]),
             sampling=self._sampling_rows(slots[drawing]),
         )

@@ -50,7 +50,9 @@ class LocalExecutor:
                 InputBatch(max_num_seqs, max_model_len, args.block_size, self.device),
                 backend,
             )
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+                raise
             raise OutOfMemoryError(
                 f"{checkpoint.name} needs {checkpoint.config.num_parameters * self.dtype.itemsize / GIB:.2f} GiB for its "
                 f"weights in {args.dtype} beside its KV cache, which {self.device} does not have: {error}"
@@ -78,7 +80,7 @@ class LocalExecutor:
         future: Future[ModelRunnerOutput] = Future()
         try:
             future.set_result(self.runner.execute(scheduler_output))
-        except Exception as error:
+        except BaseException as error:  # a second Ctrl-C too: the engine must learn that this step is torn
             future.set_exception(error)
         return future
 

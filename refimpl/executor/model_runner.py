@@ -29,6 +29,7 @@ class ModelRunner:
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step and draw its tokens."""
         self.input_batch.apply(scheduler_output)
+        self.kv_cache.copy_blocks([(copy.source, copy.target) for copy in scheduler_output.copies])
         inputs = self.input_batch.prepare(scheduler_output.batch)
         hidden = self.model(
             inputs.input_ids, inputs.positions, self.kv_cache.layers, self.backend.begin_step(inputs.attention)
@@ -41,4 +42,6 @@ class ModelRunner:
         if not inputs.drawing:
             return inputs.slots
         logits = self.model.compute_logits(hidden[inputs.last_tokens])
+        if inputs.logits_row is not None:
+            logits = logits[inputs.logits_row]
         return sample(logits, inputs.sampling)

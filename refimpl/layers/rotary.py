@@ -36,7 +36,7 @@ class RotaryEmbedding(nn.Module):
         self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        # In float32 even for 16-bit models (angles up to 10⁵ need the digits), in float64 for float64 ones.
+        # Angles up to 10⁵ need the digits of float32 even for 16-bit models; cosines and sines are then rounded.
         wide = torch.promote_types(dtype, torch.float32)
         frequencies = inverse_frequencies(config, head_dim).to(wide)
         angles = torch.arange(max_positions, dtype=wide)[:, None] * frequencies

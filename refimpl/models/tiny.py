@@ -87,8 +87,17 @@ def tiny(
         ConfigError: the sizes do not fit together.
 
     """
-    if min(vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_key_value_heads) < 1 or vocab_size < 2:
-        raise ConfigError("a tiny model needs sizes of at least 1 and a vocabulary of at least 2")
+    sizes = (
+        vocab_size,
+        hidden_size,
+        intermediate_size,
+        num_hidden_layers,
+        num_attention_heads,
+        num_key_value_heads,
+        head_dim,
+    )
+    if min(sizes) < 1 or min(vocab_size, max_position_embeddings) < 2:
+        raise ConfigError("a tiny model needs sizes of at least 1, and at least 2 tokens and 2 positions")
     if num_attention_heads % num_key_value_heads:
         raise ConfigError(f"{num_attention_heads} query heads cannot share {num_key_value_heads} key/value heads evenly")
     if head_dim % 2:

@@ -1,8 +1,22 @@
-"""StepPlan: one step while it is being planned. ``Scheduler.schedule`` fills it; ``freeze`` makes the record."""
+"""StepPlan: one step while ``Scheduler.schedule`` plans it. StepUpdate: what ``Scheduler.update`` learns of it."""
 
 from __future__ import annotations
 
-from refimpl.outputs import Admission, Arrival, Batch, Decision, Finish, NewBlocks, Preemption, SchedulerOutput
+from dataclasses import dataclass, field
+
+from refimpl.cache.kv_cache_manager import Allocation
+from refimpl.outputs import (
+    Admission,
+    Arrival,
+    Batch,
+    BlockCopy,
+    Decision,
+    Finish,
+    NewBlocks,
+    Preemption,
+    PrefixHit,
+    SchedulerOutput,
+)
 from refimpl.request import Sequence
 
 EMPTY_BATCH = Batch(version=0, sequence_ids=(), slots=(), num_new_tokens=())
@@ -20,10 +34,13 @@ class StepPlan:
         self.admitted: list[Admission] = []
         self.restarted: list[int] = []
         self.new_blocks: list[NewBlocks] = []
+        self.copies: list[BlockCopy] = []
+        self.prefix_hits: list[PrefixHit] = []
+        self.forks: list[tuple[int, int]] = []
         self.preempted: list[Preemption] = []
         self.exhausted: list[Finish] = []
 
-    def add(self, sequence: Sequence, num_new_tokens: int, block_ids: list[int]) -> None:
+    def add(self, sequence: Sequence, num_new_tokens: int, allocation: Allocation) -> None:
         """Give a running sequence a row, and order its tokens: from here on they count as computed.
 
         A row that catches up with its sequence's last token also orders a new one, whose id comes with the update.
@@ -33,14 +50,19 @@ class StepPlan:
         self.slots.append(sequence.slot)
         self.num_new_tokens.append(num_new_tokens)
         self.budget -= num_new_tokens
-        if block_ids:
-            self.new_blocks.append(NewBlocks(sequence.slot, tuple(block_ids)))
+        if allocation.new_blocks:
+            self.new_blocks.append(NewBlocks(sequence.slot, tuple(allocation.new_blocks)))
+        for index, source, target in allocation.copies:
+            self.copies.append(BlockCopy(sequence.slot, index, source, target))
         sequence.num_computed_tokens += num_new_tokens
         if sequence.num_computed_tokens == sequence.num_tokens:
             sequence.num_tokens_in_flight += 1
 
-    def admit(self, sequence: Sequence) -> None:
-        """Tell the executor all that it must know of a sequence that takes a slot."""
+    def admit(self, sequence: Sequence, shared_blocks: tuple[int, ...] = ()) -> None:
+        """Tell the executor all that it must know of a sequence that takes a slot.
+
+        ``shared_blocks`` are the head of its table: cached ones, or those of the sequence that it was forked from.
+        """
         assert sequence.slot is not None
         params = sequence.request.params
         self.admitted.append(
@@ -57,6 +79,8 @@ class StepPlan:
                 path=sequence.path,
             )
         )
+        if shared_blocks:
+            self.new_blocks.append(NewBlocks(sequence.slot, shared_blocks))
 
     def freeze(
         self, last: Batch, arrived: list[Arrival], aborted: list[Finish], decisions: list[Decision]
@@ -70,9 +94,24 @@ class StepPlan:
             admitted=tuple(self.admitted),
             restarted=tuple(self.restarted),
             new_blocks=tuple(self.new_blocks),
+            copies=tuple(self.copies),
+            prefix_hits=tuple(self.prefix_hits),
+            forks=tuple(self.forks),
             arrived=tuple(arrived),
             aborted=tuple(aborted),
             preempted=tuple(self.preempted),
             exhausted=tuple(self.exhausted),
             decisions=tuple(decisions),
         )
+
+
+@dataclass
+class StepUpdate:
+    """What came of one step."""
+
+    token_ids: list[int]
+    """One a row: the token that its sequence took, or ``NO_TOKEN``."""
+    advanced: list[Sequence] = field(default_factory=list)
+    """Sequences that took a token or ended, in row order."""
+    finished: list[Finish] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)

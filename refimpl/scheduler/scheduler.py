@@ -6,39 +6,27 @@ a step with decodes, vLLM (Kwon et al. 2023) for preemption by recompute.
 
 from __future__ import annotations
 
-import bisect
-import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from refimpl.cache.kv_cache_manager import KVCacheManager
+from refimpl.cache.kv_cache_manager import Allocation, KVCacheManager
 from refimpl.config import SchedulerConfig
-from refimpl.errors import PromptError
 from refimpl.outputs import (
     BAD_LOGITS,
     NO_TOKEN,
     Arrival,
-    Decision,
     Finish,
     ModelRunnerOutput,
     Preemption,
+    PrefixHit,
     SchedulerOutput,
 )
 from refimpl.request import FinishReason, Request, Sequence, Status
-from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan
+from refimpl.scheduler.decisions import DecisionLog
+from refimpl.scheduler.limits import check_fits
+from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
 from refimpl.scheduler.request_queue import RequestQueue
-
-
-@dataclass
-class StepUpdate:
-    """What came of one step."""
-
-    token_ids: list[int]
-    """One a row: the token that its sequence took, or ``NO_TOKEN``."""
-    advanced: list[Sequence] = field(default_factory=list)
-    """Sequences that took a token or ended, in row order."""
-    finished: list[Finish] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+from refimpl.scheduler.running_set import RunningSet
+from refimpl.scheduler.stopping import stop
 
 
 class Scheduler:
@@ -56,19 +44,17 @@ class Scheduler:
         self.step = 0
         """The number of the next step."""
         self.waiting = RequestQueue()
-        self.running: list[Sequence] = []
-        """Sequences that hold a slot, oldest first."""
+        self.running = RunningSet(config.max_num_seqs)
         self.sequences: dict[int, Sequence] = {}
         """All that have not ended, by id."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
-        self._free_slots = list(range(config.max_num_seqs))
         self._last_batch = EMPTY_BATCH
         self._arrived: list[Arrival] = []
         self._aborted: list[Finish] = []
-        self._decisions: list[Decision] = []
-        self._deciding_step = 0
-        self._last_wait: tuple[int, str] | None = None
+        self._log = DecisionLog(clock)
+        self._forked: list[tuple[Sequence, Sequence, tuple[int, ...]]] = []
+        """(parent, child, blocks shared): forks since the last step, of which the executor must be told."""
         self._forced: dict[int, list[tuple[str, str]]] = {}
 
     # ------------------------------------------------------------------ requests come and go
@@ -80,7 +66,7 @@ class Scheduler:
             PromptError: it could never run, even alone.
 
         """
-        self._check_fits(request)
+        check_fits(request, self.config, self.kv)
         self._arrived.append(
             Arrival(
                 request.request_id,
@@ -89,7 +75,7 @@ class Scheduler:
             )
         )
         for sequence in request.sequences:
-            self._decide(
+            self._log.add(
                 sequence,
                 "arrived",
                 prompt=sequence.num_prompt_tokens,
@@ -97,35 +83,34 @@ class Scheduler:
                 ahead=len(self.waiting),
             )
             self.sequences[sequence.sequence_id] = sequence
-            self.waiting.push(sequence)
+            if sequence.leader is None or not self.config.enable_kv_cache:
+                self.waiting.push(sequence)  # the others join when the prompt that they share is computed
 
-    def _check_fits(self, request: Request) -> None:
-        prompt, limit = len(request.prompt_token_ids), self.config.max_model_len
-        if prompt >= limit:
-            raise PromptError(
-                f"the prompt has {prompt} tokens; with at least one to generate, at most {limit - 1} fit "
-                f"max_model_len = {limit}. Shorten the prompt or raise max_model_len",
-                request_id=request.request_id,
-                prompt_tokens=prompt,
-                max_model_len=limit,
+    def fork(self, parent: Sequence, request: Request) -> None:
+        """Add a request that goes on from where ``parent`` is, sharing its blocks; all tokens of the parent are known.
+
+        Where the parent holds no blocks, or no slot is free, the new sequence waits in the queue like any other.
+
+        Raises:
+            PromptError: nothing fits behind the parent's tokens.
+
+        """
+        assert not parent.num_tokens_in_flight, "the steps in flight were taken in"
+        check_fits(request, self.config, self.kv)
+        [child] = request.sequences
+        self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
+        self.sequences[child.sequence_id] = child
+        if parent.status is Status.RUNNING and not self.running.full and self.config.enable_kv_cache:
+            shared = self.kv.fork(parent.sequence_id, child.sequence_id)
+            child.num_computed_tokens = parent.num_computed_tokens
+            self._take_slot(child)
+            self._forked.append((parent, child, shared))
+            self._log.add(child, "forked", parent=parent.name, slot=child.slot or 0, blocks=len(shared))
+        else:
+            self._log.add(
+                child, "arrived", prompt=len(child.token_ids), max_tokens=request.max_tokens, ahead=len(self.waiting)
             )
-        if self.kv.blocks_for(prompt + 1) > self.kv.num_blocks:
-            raise PromptError(
-                f"the prompt of {prompt} tokens and one more need {self.kv.blocks_for(prompt + 1)} blocks; the whole cache "
-                f"has {self.kv.num_blocks}. Shorten the prompt or enlarge the cache",
-                request_id=request.request_id,
-                needed=self.kv.blocks_for(prompt + 1),
-                blocks=self.kv.num_blocks,
-            )
-        longest, budget = prompt + request.max_tokens - 1, self.config.max_num_batched_tokens
-        if not self.config.enable_kv_cache and longest > budget:
-            raise PromptError(
-                f"without a KV cache each step computes the whole context: {prompt} prompt tokens and up to "
-                f"{request.max_tokens} more exceed max_num_batched_tokens = {budget}. Raise it, or lower max_tokens",
-                request_id=request.request_id,
-                context=longest,
-                budget=budget,
-            )
+            self.waiting.push(child)
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request's samples, wherever they are. Their blocks come back at once."""
@@ -162,26 +147,30 @@ class Scheduler:
         further step can be planned before this one's tokens are known.
         """
         plan = StepPlan(self.step, self.config.max_num_batched_tokens)
-        self._deciding_step = self.step
+        for parent, child, shared in self._forked:
+            if child.slot is not None:  # else it was aborted before it ever ran
+                plan.forks.append((parent.sequence_id, child.sequence_id))
+                plan.admit(child, shared)
+        self._forked = []
         self._force_preemptions(plan)
         self._continue_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
-        output = plan.freeze(self._last_batch, self._arrived, self._aborted, self._decisions)
-        self._arrived, self._aborted, self._decisions = [], [], []
+        output = plan.freeze(self._last_batch, self._arrived, self._aborted, self._log.take())
+        self._arrived, self._aborted = [], []
         self._last_batch = output.batch
-        self.step = self._deciding_step = self.step + 1
+        self.step = self._log.step = self.step + 1
         return output
 
     def _continue_running(self, plan: StepPlan) -> None:
-        for sequence in tuple(self.running):
+        for sequence in self.running:
             if sequence.status is not Status.RUNNING:
                 continue  # it gave way to an older one in this loop
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
-            if num_new_tokens and (block_ids := self._make_room(sequence, num_new_tokens, plan)) is not None:
+            if num_new_tokens and (allocation := self._make_room(sequence, num_new_tokens, plan)) is not None:
                 if not self.config.enable_kv_cache:
                     self._restart(sequence, plan)
-                self._add(sequence, num_new_tokens, block_ids, plan)
+                self._add(sequence, num_new_tokens, allocation, plan)
 
     def _num_new_tokens(self, sequence: Sequence, budget: int) -> int:
         """Tokens that a sequence would compute now, at most ``budget``; 0 if all its tokens are ordered already."""
@@ -199,10 +188,10 @@ class Scheduler:
         """Whether its last token is ordered: it only waits for the update that ends it."""
         return sequence.num_output_tokens >= sequence.request.max_tokens
 
-    def _make_room(self, sequence: Sequence, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
+    def _make_room(self, sequence: Sequence, num_new_tokens: int, plan: StepPlan) -> Allocation | None:
         """Take the blocks for a running sequence's new tokens, from newer sequences if need be; None: not in this step."""
-        upto = num_new_tokens if not self.config.enable_kv_cache else sequence.num_computed_tokens + num_new_tokens
-        while (block_ids := self.kv.allocate(sequence.sequence_id, upto)) is None:
+        computed = sequence.num_computed_tokens if self.config.enable_kv_cache else 0
+        while (allocation := self.kv.allocate(sequence.sequence_id, computed, computed + num_new_tokens)) is None:
             victim = self._newest_victim(plan)
             assert victim is not None, "the sequence that needs room is itself a candidate"
             if victim is not sequence:
@@ -210,13 +199,13 @@ class Scheduler:
                 continue
             others = [other for other in self.running if other is not sequence]
             if any(self._ending(other) for other in others) or (not others and sequence.num_tokens_in_flight):
-                self._wait(sequence, "waits_update")
+                self._log.wait(sequence, "waits_update")
             elif not others:
                 self._exhaust(sequence, plan)
             else:
                 self._preempt(sequence, plan, cause="the pool is empty and all others are older")
             return None
-        return block_ids
+        return allocation
 
     def _newest_victim(self, plan: StepPlan) -> Sequence | None:
         """The newest running sequence that is not in this step's rows and has something left to do."""
@@ -230,47 +219,101 @@ class Scheduler:
         while (sequence := self.waiting.head()) is not None:
             if sequence.num_tokens_in_flight:
                 return None  # preempted with a token in flight: its id must be known before it is computed again
-            if not self._free_slots:
-                return self._wait(sequence, "waits_slot", slots=self.config.max_num_seqs)
+            if self.running.full:
+                return self._log.wait(sequence, "waits_slot", slots=self.config.max_num_seqs)
+            cached_blocks = self._match_prefix(sequence)
+            sequence.num_computed_tokens = len(cached_blocks) * self.kv.block_size
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
             if not num_new_tokens:
-                return self._wait(sequence, "waits_budget", budget=self.config.max_num_batched_tokens)
+                return self._log.wait(sequence, "waits_budget", budget=self.config.max_num_batched_tokens)
             # The whole context must fit beside what the running ones still need for theirs: a prompt that is admitted
             # by its first chunk alone would soon be preempted again.
             promised = sum(self.kv.blocks_missing(other.sequence_id, other.num_tokens) for other in self.running)
-            needed, free = self.kv.blocks_for(sequence.num_tokens), self.kv.num_free_blocks - promised
+            needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
+            free = self.kv.num_free_blocks_beside(cached_blocks) - promised
             if needed > free:
-                return self._wait(sequence, "waits_blocks", needed=needed, free=max(0, free))
-            block_ids = self.kv.allocate(sequence.sequence_id, num_new_tokens)
-            assert block_ids is not None, "the blocks were counted above"
-            self._admit(sequence, num_new_tokens, block_ids, plan)
+                return self._log.wait(sequence, "waits_blocks", needed=needed, free=max(0, free))
+            allocation = self.kv.admit(
+                sequence.sequence_id,
+                sequence.num_computed_tokens + num_new_tokens,
+                cached_blocks,
+                sequence.request.cache_salt,
+            )
+            assert allocation is not None, "the blocks were counted above"
+            self.waiting.remove(sequence)
+            self._admit(sequence, num_new_tokens, allocation, plan, cached_blocks)
         return None
 
-    def _admit(self, sequence: Sequence, num_new_tokens: int, block_ids: list[int], plan: StepPlan) -> None:
-        self.waiting.remove(sequence)
-        sequence.slot = heapq.heappop(self._free_slots)
-        sequence.status = Status.RUNNING
-        bisect.insort(self.running, sequence, key=lambda other: other.sequence_id)
-        if sequence.request.metrics.first_scheduled_time is None:
-            sequence.request.metrics.first_scheduled_time = self._clock()
-        self._decide(
+    def _match_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks that a sequence may begin with."""
+        if not self.config.enable_kv_cache:
+            return []
+        return self.kv.match_prefix(sequence.token_ids, sequence.request.cache_salt)
+
+    def _admit(
+        self,
+        sequence: Sequence,
+        num_new_tokens: int,
+        allocation: Allocation,
+        plan: StepPlan,
+        cached_blocks: list[int],
+    ) -> None:
+        """Give a waiting sequence, whose blocks are taken, a slot and a row."""
+        self._take_slot(sequence)
+        if sequence.num_preemptions == 0:  # what is computed again after a preemption is no hit
+            self.kv.count_query(len(sequence.token_ids), sequence.num_computed_tokens)
+        if cached_blocks:
+            plan.prefix_hits.append(PrefixHit(sequence.sequence_id, tuple(cached_blocks)))
+            self._log.add(sequence, "prefix_hit", tokens=sequence.num_computed_tokens, blocks=len(cached_blocks))
+        self._log.add(
             sequence,
             "resumed" if sequence.num_preemptions else "admitted",
-            slot=sequence.slot,
+            slot=sequence.slot or 0,
             new=num_new_tokens,
             total=sequence.num_tokens,
-            blocks=len(block_ids),
+            blocks=len(allocation.new_blocks),
         )
-        plan.admit(sequence)
-        self._add(sequence, num_new_tokens, block_ids, plan)
+        plan.admit(sequence, tuple(cached_blocks))
+        self._add(sequence, num_new_tokens, allocation, plan)
 
-    def _add(self, sequence: Sequence, num_new_tokens: int, block_ids: list[int], plan: StepPlan) -> None:
-        prefill = num_new_tokens > 1 or sequence.num_computed_tokens == 0
-        plan.add(sequence, num_new_tokens, block_ids)
+    def _take_slot(self, sequence: Sequence) -> None:
+        self.running.add(sequence)
+        if sequence.request.metrics.first_scheduled_time is None:
+            sequence.request.metrics.first_scheduled_time = self._clock()
+
+    def _add(self, sequence: Sequence, num_new_tokens: int, allocation: Allocation, plan: StepPlan) -> None:
+        """Give a running sequence a row. Where it completes a prompt, the samples that share the prompt join."""
+        before = sequence.num_computed_tokens
+        plan.add(sequence, num_new_tokens, allocation)
+        for _, source, target in allocation.copies:
+            self._log.add(sequence, "copied", source=source, target=target)
+        # Only ids that are known: a block that a token in flight fills is published by the next step's planning.
+        self.kv.publish(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens)
         if left := sequence.num_tokens - sequence.num_computed_tokens - sequence.num_tokens_in_flight:
-            self._decide(sequence, "chunked", new=num_new_tokens, left=left)
-        elif prefill and self.config.enable_kv_cache:
-            self._decide(sequence, "decoding")
+            self._log.add(sequence, "chunked", new=num_new_tokens, left=left)
+        elif before < sequence.num_prompt_tokens and self.config.enable_kv_cache:
+            self._log.add(sequence, "decoding")
+            self._admit_siblings(sequence, plan)
+
+    def _admit_siblings(self, leader: Sequence, plan: StepPlan) -> None:
+        """The other samples of a request join as soon as their prompt is computed, each with all of its blocks shared.
+
+        They compute nothing in this step and draw their first tokens from the leader's row of logits. Where no slot is
+        free, a sample waits in the queue like any other, and finds the prompt in the prefix cache.
+        """
+        for sibling in leader.request.sequences:
+            if sibling.leader is not leader or sibling.status is not Status.WAITING or self.waiting.waits(sibling):
+                continue
+            if self.running.full:
+                self.waiting.push(sibling)
+                continue
+            shared = self.kv.fork(leader.sequence_id, sibling.sequence_id)
+            self._take_slot(sibling)
+            sibling.num_computed_tokens = sibling.num_prompt_tokens
+            self._log.add(sibling, "forked", parent=leader.name, slot=sibling.slot or 0, blocks=len(shared))
+            plan.forks.append((leader.sequence_id, sibling.sequence_id))
+            plan.admit(sibling, shared)
+            plan.add(sibling, 0, Allocation())
 
     def _restart(self, sequence: Sequence, plan: StepPlan) -> None:
         """Forget that anything is cached: the naive way computes the whole context again in each step."""
@@ -282,15 +325,12 @@ class Scheduler:
 
     def _force_preemptions(self, plan: StepPlan) -> None:
         for request_id, mode in self._forced.pop(plan.step, ()):
-            for sequence in tuple(self.running):
+            for sequence in self.running:
                 if sequence.request.request_id == request_id and not self._ending(sequence):
                     self._preempt(sequence, plan, cause=f"asked for by preempt_at({plan.step})", mode=mode)
 
     def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str = "recompute") -> None:
-        """Take a sequence's slot and blocks; it waits with its tokens, in its old place in the queue.
-
-        A token in flight is kept: it arrives with its step's update, and is not drawn again.
-        """
+        """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again."""
         block_ids = tuple(self._release(sequence))
         sequence.status = Status.WAITING
         sequence.num_computed_tokens = 0
@@ -298,33 +338,30 @@ class Scheduler:
         sequence.request.metrics.num_preemptions += 1
         self.waiting.push(sequence)
         plan.preempted.append(Preemption(sequence.sequence_id, mode, block_ids))
-        self._decide(sequence, "preempted", mode=mode, tokens=sequence.num_tokens, cause=cause, blocks=len(block_ids))
+        self._log.add(sequence, "preempted", mode=mode, tokens=sequence.num_tokens, cause=cause, blocks=len(block_ids))
 
     def _exhaust(self, sequence: Sequence, plan: StepPlan) -> None:
         """End a sequence that has the pool for itself and still needs more."""
-        self._decide(sequence, "exhausted", tokens=sequence.num_tokens, pool=self.kv.num_blocks)
+        self._log.add(sequence, "exhausted", tokens=sequence.num_tokens, pool=self.kv.num_blocks)
         sequence.stop_reason = f"the KV cache of {self.kv.num_blocks} blocks is full"
         plan.exhausted.append(self._finish(sequence, "length"))
 
     def _release(self, sequence: Sequence) -> list[int]:
         self.running.remove(sequence)
-        assert sequence.slot is not None
-        heapq.heappush(self._free_slots, sequence.slot)
-        sequence.slot = None
         return self.kv.free(sequence.sequence_id)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Finish:
         block_ids: list[int] = []
         if sequence.status is Status.RUNNING:
             block_ids = self._release(sequence)
-        else:
+        elif self.waiting.waits(sequence):
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self.sequences[sequence.sequence_id]
         if sequence.request.finished:
             sequence.request.metrics.finished_time = self._clock()
-        self._decide(sequence, "finished", tokens=len(sequence.output_token_ids), reason=reason)
+        self._log.add(sequence, "finished", tokens=len(sequence.output_token_ids), reason=reason)
         return Finish(sequence.sequence_id, reason, tuple(block_ids))
 
     # ------------------------------------------------------------------ learning what a step drew
@@ -332,7 +369,7 @@ class Scheduler:
     def update(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> StepUpdate:
         """Take in what a step drew: append ids, stop, free. All counting was done when the step was planned."""
         update = StepUpdate(token_ids=[])
-        self._deciding_step = scheduler_output.step
+        self._log.step = scheduler_output.step
         for sequence_id, token_id in zip(scheduler_output.batch.sequence_ids, runner_output.token_ids, strict=True):
             sequence = self.sequences.get(sequence_id)
             if token_id == NO_TOKEN or sequence is None:
@@ -348,10 +385,10 @@ class Scheduler:
                 continue
             update.token_ids.append(token_id)
             self._append(sequence, token_id)
-            if (reason := self._stop(sequence, token_id)) is not None:
+            if (reason := stop(sequence, token_id, self._eos_token_ids)) is not None:
                 update.finished.append(self._finish(sequence, reason))
-        update.decisions, self._decisions = self._decisions, []
-        self._deciding_step = self.step
+        update.decisions = self._log.take()
+        self._log.step = self.step
         return update
 
     def _append(self, sequence: Sequence, token_id: int) -> None:
@@ -360,28 +397,3 @@ class Scheduler:
         sequence.token_times.append(now)
         if sequence.request.metrics.first_token_time is None:
             sequence.request.metrics.first_token_time = now
-
-    def _stop(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Why a sequence ends with the token that it just took; None if it goes on."""
-        params = sequence.request.params
-        if token_id in self._eos_token_ids and not params.ignore_eos:
-            return "stop"
-        if token_id in params.stop_token_ids:
-            sequence.stop_reason = token_id
-            return "stop"
-        if len(sequence.token_ids) - sequence.num_prompt_tokens >= sequence.request.max_tokens:
-            return "length"
-        return None
-
-    # ------------------------------------------------------------------ saying why
-
-    def _wait(self, sequence: Sequence, kind: str, **numbers: int) -> None:
-        """Record why the head of the queue waits, when the reason is a new one."""
-        if self._last_wait != (sequence.sequence_id, kind):
-            self._last_wait = (sequence.sequence_id, kind)
-            self._decide(sequence, kind, **numbers)
-
-    def _decide(self, sequence: Sequence, kind: str, **numbers: int | str) -> None:
-        decision = Decision(self._deciding_step, self._clock(), sequence.sequence_id, kind, numbers)
-        sequence.request.decisions.append(decision)
-        self._decisions.append(decision)

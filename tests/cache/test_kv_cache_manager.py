@@ -23,14 +23,15 @@ class CacheMachine(RuleBasedStateMachine):
         before = msgspec.structs.asdict(self.kv.snapshot(self.lengths))
         length = self.lengths.get(sequence_id, 0) + more
         needed = self.kv.blocks_missing(sequence_id, length)
-        block_ids = self.kv.allocate(sequence_id, length)
-        if block_ids is None:
+        allocation = self.kv.allocate(sequence_id, self.lengths.get(sequence_id, 0), length)
+        if allocation is None:
             assert needed > before["num_blocks"] - sum(map(len, before["tables"].values()))
             assert msgspec.structs.asdict(self.kv.snapshot(self.lengths)) == before, "a refusal changes nothing"
         else:
-            assert len(block_ids) == needed
+            assert len(allocation.new_blocks) == needed
+            assert allocation.copies == []
             self.lengths[sequence_id] = length
-            self.owned.setdefault(sequence_id, []).extend(block_ids)
+            self.owned.setdefault(sequence_id, []).extend(allocation.new_blocks)
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
@@ -51,7 +52,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert {s: list(b) for s, b in snapshot.tables.items()} == self.owned
             assert self.kv.num_free_blocks == self.kv.num_blocks - sum(map(len, self.owned.values()))
             for sequence_id, length in self.lengths.items():
-                assert 0 <= self.kv.num_blocks_of(sequence_id) * self.kv.block_size - length < self.kv.block_size
+                assert 0 <= len(self.kv.table(sequence_id)) * self.kv.block_size - length < self.kv.block_size
 
 
 TestCache = CacheMachine.TestCase
@@ -90,8 +91,8 @@ def test_a_table_maps_positions_to_slots():
 def clean():
     """Two sequences of 6 and 3 tokens in a pool of 6 blocks of 4."""
     kv = KVCacheManager(6, 4)
-    kv.allocate(0, 6)
-    kv.allocate(1, 3)
+    kv.allocate(0, 0, 6)
+    kv.allocate(1, 0, 3)
     return kv.snapshot({0: 6, 1: 3})
 
 
@@ -102,11 +103,20 @@ def test_a_clean_snapshot_has_no_violations(clean):
 @pytest.mark.parametrize(
     ("name", "change", "expected"),
     [
-        ("handed out twice", lambda s: {"tables": s.tables | {1: s.tables[0][:1]}}, "in the tables of [0, 1]"),
-        ("freed while owned", lambda s: {"free_ids": (*s.free_ids, s.tables[0][0])}, "is free and in the table"),
+        (
+            "handed out twice",
+            lambda s: {"tables": s.tables | {1: s.tables[0][:1]}},
+            "reference count 1, but is in the tables of [0, 1]",
+        ),
+        ("freed while owned", lambda s: {"free_ids": (*s.free_ids, s.tables[0][0])}, "is in the free list and in the table"),
         ("double free", lambda s: {"free_ids": (*s.free_ids, s.free_ids[0])}, "in the free list 2 times"),
         ("leaked", lambda s: {"free_ids": s.free_ids[1:]}, "is lost"),
         ("null block given away", lambda s: {"tables": s.tables | {1: (0,)}}, "the null block is in the table"),
+        ("cached while owned", lambda s: {"cached_ids": s.tables[0][:1]}, "is in the prefix cache and in the table"),
+        ("free and cached", lambda s: {"cached_ids": s.free_ids[:1]}, "is free and cached"),
+        ("a reference too many", lambda s: {"ref_counts": s.ref_counts | {s.tables[0][0]: 2}}, "has reference count 2"),
+        ("a reference without a table", lambda s: {"ref_counts": s.ref_counts | {s.free_ids[0]: 1}}, "tables of []"),
+        ("twice in one table", lambda s: {"tables": s.tables | {1: s.tables[1] * 2}}, "twice in one table"),
         ("null block free", lambda s: {"free_ids": (*s.free_ids, 0)}, "the null block is free"),
         ("unknown block", lambda s: {"tables": s.tables | {1: (99,)}}, "does not exist"),
         ("blocks of one that does not run", lambda s: {"num_computed_tokens": {0: 6}}, "does not run but has 1"),

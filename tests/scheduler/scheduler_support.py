@@ -28,6 +28,8 @@ def make_request(request_id, prompt, max_tokens=4, n=1, first_sequence_id=None, 
     request = Request(str(request_id), None, token_ids, sampling, seed=0, max_tokens=max_tokens, metrics=RequestMetrics(0.0))
     first = int(request_id) * 100 if first_sequence_id is None else first_sequence_id
     request.sequences = [Sequence(first + i, request, i, list(token_ids), len(token_ids), path=i) for i in range(n)]
+    for sequence in request.sequences[1:]:
+        sequence.leader = request.sequences[0]
     return request
 
 

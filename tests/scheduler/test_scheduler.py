@@ -203,15 +203,15 @@ def test_decisions_tell_why_with_numbers():
     for request in requests:
         scheduler.add(request)
     run_all(scheduler)
-    told = [describe(decision) for decision in requests[1].decisions]
-    kinds = [decision.kind for decision in requests[1].decisions]
+    told = [describe(decision) for decision in requests[1].sequences[0].decisions]
+    kinds = [decision.kind for decision in requests[1].sequences[0].decisions]
     assert kinds[0] == "arrived"
     assert kinds[-1] == "finished"
     assert "preempted" in kinds
     assert "resumed" in kinds
     assert any("waits: needs" in text and "free" in text for text in told)
     assert any("is preempted (recompute)" in text and "older" in text for text in told)
-    steps = [decision.step for decision in requests[1].decisions]
+    steps = [decision.step for decision in requests[1].sequences[0].decisions]
     assert steps == sorted(steps)
 
 
@@ -221,7 +221,7 @@ def test_waiting_reasons_are_recorded_when_they_change_only():
     waiting = make_request(1, 4, max_tokens=1)
     scheduler.add(waiting)
     run_all(scheduler)
-    assert [d.kind for d in waiting.decisions].count("waits_slot") == 1
+    assert [d.kind for d in waiting.sequences[0].decisions].count("waits_slot") == 1
 
 
 @given(
@@ -248,8 +248,8 @@ def test_any_load_ends_with_every_request_answered_and_every_block_back(
 
     run_all(scheduler, depth, stop_at=stop_at, each_step=abort_some)
     assert scheduler.kv.num_free_blocks == num_blocks
-    assert not scheduler.running
-    assert sorted(scheduler._free_slots) == list(range(slots))
+    assert len(scheduler.running) == 0
+    assert sorted(scheduler.running._free_slots) == list(range(slots))
     for request in made:
         for sequence in request.sequences:
             assert sequence.status is Status.FINISHED

@@ -1,0 +1,108 @@
+"""The auditor's third level: what is *in* the blocks.
+
+A shadow executor that knows nothing of the manager and nothing of tensors. It replays each SchedulerOutput in the runner's
+order — tables, copies, writes, reads — but stores, in place of a key and a value, a fingerprint of the prefix that they were
+computed from. Before a row reads its context it checks that every slot of it holds the fingerprint of the row's own prefix.
+This alone sees a copy that is missing, late or of the wrong block, a stale ``num_computed_tokens``, and a block that was
+freed while somebody still reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from refimpl.cache.auditor import Violation
+from refimpl.outputs import NO_TOKEN, Admission, ModelRunnerOutput, SchedulerOutput
+
+Draw = Callable[[int, Sequence[int]], int]
+"""(path of the sequence, its tokens so far) → the next token."""
+
+
+@dataclass
+class _Slot:
+    """What an executor knows of the sequence in one slot."""
+
+    sequence_id: int
+    path: int
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int] = field(default_factory=list)
+    prints: list[bytes] = field(default_factory=list)
+    """The fingerprint of each prefix of ``token_ids``, so far as they were needed."""
+
+    def fingerprint(self, position: int) -> bytes:
+        """Stands for the tokens up to and with ``position``."""
+        while len(self.prints) <= position:
+            parent = self.prints[-1] if self.prints else b""
+            token = self.token_ids[len(self.prints)].to_bytes(4, "little")
+            self.prints.append(hashlib.blake2b(parent + token, digest_size=8).digest())
+        return self.prints[position]
+
+
+class ShadowExecutor:
+    """Runs the real scheduler without a model, and notes every read of a slot that the reader's own prefix did not write.
+
+    Args:
+        block_size: tokens in a block.
+        draw: the next token of a sequence; a function of its path and tokens, as a model's would be.
+
+    """
+
+    def __init__(self, block_size: int, draw: Draw) -> None:
+        self.block_size = block_size
+        self.violations: list[Violation] = []
+        self._draw = draw
+        self._slots: dict[int, _Slot] = {}
+        self._memory: dict[tuple[int, int], bytes] = {}
+        """(block id, offset) → fingerprint; what was never written is missing."""
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Replay a step and draw its tokens."""
+        self._apply(output)
+        rows = list(zip(output.batch.slots, output.batch.num_new_tokens, strict=True))
+        for number, count in rows:  # all rows write before any row reads, as in each layer of a model
+            self._write(self._slots[number], count)
+        return ModelRunnerOutput(tuple(self._read_and_draw(self._slots[number], output.step) for number, _ in rows))
+
+    def _apply(self, output: SchedulerOutput) -> None:
+        for admission in output.admitted:
+            self._slots[admission.slot] = _admitted(admission)
+        for number in output.restarted:
+            self._slots[number].num_computed_tokens = 0
+        for blocks in output.new_blocks:
+            self._slots[blocks.slot].block_ids.extend(blocks.block_ids)
+        before = dict(self._memory)  # copies are made at once: a target of one may not feed another
+        for copy in output.copies:
+            self._slots[copy.slot].block_ids[copy.index] = copy.target
+            for offset in range(self.block_size):
+                if (copy.source, offset) in before:
+                    self._memory[copy.target, offset] = before[copy.source, offset]
+                else:
+                    self._memory.pop((copy.target, offset), None)
+
+    def _place(self, slot: _Slot, position: int) -> tuple[int, int]:
+        return slot.block_ids[position // self.block_size], position % self.block_size
+
+    def _write(self, slot: _Slot, count: int) -> None:
+        for position in range(slot.num_computed_tokens, slot.num_computed_tokens + count):
+            self._memory[self._place(slot, position)] = slot.fingerprint(position)
+        slot.num_computed_tokens += count
+
+    def _read_and_draw(self, slot: _Slot, step: int) -> int:
+        for position in range(slot.num_computed_tokens):
+            place = self._place(slot, position)
+            if self._memory.get(place) != slot.fingerprint(position):
+                what = "what another prefix wrote" if place in self._memory else "what nobody wrote"
+                text = f"step {step}: sequence {slot.sequence_id} reads {what} at position {position}, block {place[0]}"
+                self.violations.append(Violation("contents", text))
+                break
+        if slot.num_computed_tokens < len(slot.token_ids):
+            return NO_TOKEN
+        slot.token_ids.append(self._draw(slot.path, slot.token_ids))
+        return slot.token_ids[-1]
+
+
+def _admitted(admission: Admission) -> _Slot:
+    return _Slot(admission.sequence_id, admission.path, list(admission.token_ids), admission.num_computed_tokens)

@@ -1,0 +1,114 @@
+"""Intake: from what a user typed to a Request, or to a clear refusal. Tokenising is done here, never within a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral
+
+from refimpl.config import ModelConfig
+from refimpl.errors import PromptError
+from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
+from refimpl.outputs import RequestMetrics
+from refimpl.request import Request, Sequence
+from refimpl.sampling_params import SamplingParams
+from refimpl.tokenizer.tokenizer import Tokenizer
+
+
+class Intake:
+    """Checks prompts against the model, and numbers requests and sequences in order of arrival."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, model: ModelConfig, max_model_len: int, seed: int, clock: Callable[[], float]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = model.vocab_size
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._clock = clock
+        self._num_requests = 0
+        self._num_sequences = 0
+
+    def token_ids(self, request_id: str, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt: a text, or ids.
+
+        Raises:
+            PromptError: it is empty, of the wrong kind, or has ids outside the vocabulary.
+
+        """
+        if isinstance(prompt, str):
+            try:
+                token_ids = self._tokenizer.encode(prompt)
+            except PromptError as error:
+                error.request_id = request_id
+                raise
+        elif isinstance(prompt, list | tuple):
+            token_ids = [_token_id(item, position, request_id) for position, item in enumerate(prompt)]
+        else:
+            raise PromptError(
+                f"the prompt is a {type(prompt).__name__}; it must be a text or a list of token ids",
+                request_id=request_id,
+            )
+        if not token_ids:
+            raise PromptError("the prompt is empty; give at least one token", request_id=request_id)
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self._vocab_size:
+                raise PromptError(
+                    f"token id {token_id} at position {position} of the prompt is outside the vocabulary: ids go from "
+                    f"0 to {self._vocab_size - 1}",
+                    request_id=request_id,
+                    token_id=token_id,
+                    vocab_size=self._vocab_size,
+                )
+        return token_ids
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        user: str | None,
+    ) -> Request:
+        """The request and its samples. Nothing is numbered until :meth:`accept`, so a refused one leaves no gap."""
+        room = self._max_model_len - len(token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=mix_seed(self._seed, self._num_requests) if params.seed is None else params.seed,
+            cache_salt=cache_salt,
+            user=user,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            metrics=RequestMetrics(arrival_time=self._clock()),
+        )
+        request.sequences = [
+            Sequence(
+                sequence_id=self._num_sequences + index,
+                request=request,
+                index=index,
+                token_ids=list(token_ids),
+                num_prompt_tokens=len(token_ids),
+                path=branch(ROOT_PATH, index),
+            )
+            for index in range(params.n)
+        ]
+        for sequence in request.sequences[1:]:
+            sequence.leader = request.sequences[0]
+        return request
+
+    def accept(self, request: Request) -> None:
+        """Count a request that the scheduler took."""
+        self._num_requests += 1
+        self._num_sequences += len(request.sequences)
+
+
+def _token_id(item: object, position: int, request_id: str) -> int:
+    """An item of a prompt as an int; numpy's whole numbers are fine, True is not 1."""
+    if not isinstance(item, bool) and isinstance(item, Integral):
+        return int(item)
+    raise PromptError(
+        f"item {position} of the prompt is {item!r}; a prompt is a text or a list of token ids, whole numbers",
+        request_id=request_id,
+    )

@@ -1,0 +1,46 @@
+"""RunningSet: the sequences that hold a slot, oldest first, and the slots that nobody holds."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterator
+
+from refimpl.request import Sequence, Status
+
+
+class RunningSet:
+    """At most ``max_num_seqs`` sequences; the lowest free slot is given out first."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._sequences: list[Sequence] = []
+        self._free_slots = list(range(max_num_seqs))
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Oldest first, as it is now: sequences may come and go in the loop."""
+        return iter(tuple(self._sequences))
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(tuple(self._sequences))
+
+    @property
+    def full(self) -> bool:
+        """Whether every slot is taken."""
+        return not self._free_slots
+
+    def add(self, sequence: Sequence) -> int:
+        """Give a sequence a slot, which is returned."""
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.status = Status.RUNNING
+        bisect.insort(self._sequences, sequence, key=lambda other: other.sequence_id)
+        return sequence.slot
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence's slot back."""
+        assert sequence.slot is not None
+        self._sequences.remove(sequence)
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = None
