@@ -258,6 +258,36 @@ def recompute(
 
 
 @bench.command()
+@with_engine_options
+def sharing(
+    *,
+    repeats: Annotated[int, typer.Option(help="Times that both sides of the prefix cache run, in turn.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")] = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Blocks that samples of one prompt share, and the time to a first token behind a cached prefix."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.sharing import run
+
+    report_result(run(engine_options, repeats=repeats), as_json, save)
+
+
+@bench.command()
+def scheduler(
+    *,
+    steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 500,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")] = None,
+) -> None:
+    """What planning a step costs for 256 sequences that decode, without a model."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.scheduler import run
+
+    report_result(run(steps=steps), as_json, save)
+
+
+@bench.command()
 def report(
     readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
 ) -> None:

@@ -89,6 +89,8 @@ class SchedulerConfig:
     max_model_len: int
     enable_chunked_prefill: bool
     enable_kv_cache: bool
+    long_prefill_token_threshold: int = 0
+    max_num_queued_reqs: int | None = None
 
 
 def _option(default: Any, text: str) -> Any:
@@ -119,6 +121,11 @@ class EngineArgs:
     max_num_seqs: int | None = _option(None, "Most sequences that run at once; default: 256, or the token budget if less.")
     max_num_batched_tokens: int = _option(2048, "Most tokens computed in one step (the budget).")
     enable_chunked_prefill: bool = _option(True, "Split prompts over several steps when they exceed the budget.")
+    scheduling_policy: Any = _option(
+        "fcfs", "fcfs, priority, shortest_prompt_first, fair_share_by_user; in Python also a Policy object."
+    )
+    long_prefill_token_threshold: int = _option(0, "Most tokens of one prompt in a step, so that it starves nobody; 0: all.")
+    max_num_queued_reqs: int | None = _option(None, "Refuse a request while this many samples wait.")
     enable_kv_cache: bool = _option(True, "Off: recompute every key and value in every step (the naive way).")
     enable_prefix_caching: bool = _option(True, "Keep computed blocks, for later prompts that begin alike.")
     num_gpu_blocks_override: int | None = _option(None, "Blocks in the KV cache, whatever the memory says.")
@@ -145,6 +152,8 @@ class EngineArgs:
             whole(name, 1)
         whole("kv_cache_memory_bytes", 1)
         whole("event_log_size", 0)
+        whole("long_prefill_token_threshold", 0)
+        whole("max_num_queued_reqs", 1)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number of 64 bits")
         if self.max_model_len == 1:
@@ -239,4 +248,6 @@ class EngineArgs:
             max_model_len=min(length, cache_tokens),
             enable_chunked_prefill=self.enable_chunked_prefill,
             enable_kv_cache=self.enable_kv_cache,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_num_queued_reqs=self.max_num_queued_reqs,
         )

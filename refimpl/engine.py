@@ -6,10 +6,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 
 import msgspec
 
@@ -25,25 +23,18 @@ from refimpl.interrupts import interrupts_between_steps
 from refimpl.kernels.philox import branch
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.output_processor import OutputProcessor
-from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, RequestOutput, SchedulerOutput
-from refimpl.recorder import PlanTime, Recorder
+from refimpl.outputs import RequestOutput
+from refimpl.recorder import Recorder
 from refimpl.request import Request, Sequence
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler import Scheduler, StepUpdate
+from refimpl.scheduler.policies import choose_policy
+from refimpl.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
 
 FINISHED_KEPT = 1000
 """Finished requests that ``explain`` still knows."""
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A step that was submitted and whose tokens are not taken in yet."""
-
-    scheduler_output: SchedulerOutput
-    future: Future[ModelRunnerOutput]
-    planned: PlanTime
 
 
 class Engine:
@@ -62,6 +53,7 @@ class Engine:
     def __init__(self, args: EngineArgs, clock: Callable[[], float] = time.monotonic) -> None:
         self.args = args
         self.clock = clock
+        policy = choose_policy(args.scheduling_policy)
         checkpoint = open_checkpoint(args.model)
         self.model_config = checkpoint.config
         model_limit = self.model_config.max_position_embeddings
@@ -82,7 +74,7 @@ class Engine:
             raise
         if config.max_model_len < (args.max_model_len or model_limit):
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
-        self.scheduler = Scheduler(config, kv_cache_manager, self.model_config.eos_token_ids, clock)
+        self.scheduler = Scheduler(config, kv_cache_manager, self.model_config.eos_token_ids, clock, policy)
         self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args.seed, clock)
         self._processor = OutputProcessor(self.tokenizer)
         self._recorder = Recorder(
@@ -96,9 +88,8 @@ class Engine:
         )
         self.events = self._recorder.events
         self._lock = threading.RLock()
-        self._in_flight: deque[_InFlight] = deque()
-        self._ready: list[RequestOutput] = []
-        """Outputs of steps that were taken in between two calls of ``step``."""
+        self._loop = StepLoop(self.scheduler, self._executor, self._recorder, self._depth)
+        self._kept: list[RequestOutput] = []
         self._requests: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
         self._closed = False
@@ -117,10 +108,11 @@ class Engine:
     ) -> None:
         """Queue a prompt: a text, or token ids. A text gets the special tokens that the tokenizer's configuration adds.
 
-        ``cache_salt`` and ``user`` are kept with the request for prefix caches and policies; ``priority`` must be 0.
+        ``priority`` and ``user`` are for the scheduling policy; cached prefixes are shared within a ``cache_salt`` only.
 
         Raises:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
+            QueueFullError: ``max_num_queued_reqs`` samples wait already.
             RequestError: the id is taken, or another argument is wrong. Nothing is queued then.
 
         """
@@ -131,16 +123,21 @@ class Engine:
                 f"sampling_params is a {type(sampling_params).__name__}; it must be a SamplingParams",
                 request_id=request_id,
             )
-        if priority != 0:
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority is {priority!r}; it must be a whole number", request_id=request_id)
+        if priority != 0 and self.scheduler.policy.name == "fcfs":
             raise RequestError(
-                f"priority is {priority}; this engine serves in order of arrival, so it must be 0", request_id=request_id
+                f"priority is {priority}, but this engine serves in order of arrival; use scheduling_policy='priority'",
+                request_id=request_id,
             )
         token_ids = self._intake.token_ids(request_id, prompt)
         with self._lock:
             self._check_open()
             self._check_id_is_free(request_id)
             text = prompt if isinstance(prompt, str) else None
-            request = self._intake.make_request(request_id, text, token_ids, sampling_params, cache_salt, user)
+            request = self._intake.make_request(
+                request_id, text, token_ids, sampling_params, priority=priority, cache_salt=cache_salt, user=user
+            )
             self.scheduler.add(request)
             self._accept(request)
 
@@ -163,8 +160,8 @@ class Engine:
                 if (request := self._requests.get(one)) is not None:
                     self.scheduler.abort(request)
                     self._retire(request)
-            self._ready = [output for output in self._ready if output.request_id not in request_ids]
-            self._drain_if_idle()
+            self._kept = [output for output in self._kept if output.request_id not in request_ids]
+            self._loop.drain_if_idle()
             if not self.has_unfinished_requests():
                 self._tell_news()
 
@@ -187,13 +184,19 @@ class Engine:
         with self._lock:
             self._check_open()
             self._check_id_is_free(new_id)
-            self._drain()
+            self._loop.drain()
             parent = self._sample(request_id, index)
             params = sampling_params or msgspec.structs.replace(parent.request.params, n=1)
             if params.n != 1:
                 raise RequestError(f"n is {params.n}; a fork is one sample, fork again for more", request_id=new_id)
             request = self._intake.make_request(
-                new_id, None, list(parent.token_ids), params, parent.request.cache_salt, parent.request.user
+                new_id,
+                None,
+                list(parent.token_ids),
+                params,
+                priority=parent.request.priority,
+                cache_salt=parent.request.cache_salt,
+                user=parent.request.user,
             )
             if params.seed is None:
                 request.seed = parent.request.seed
@@ -215,7 +218,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something left to do."""
-        return self.scheduler.has_unfinished or bool(self._in_flight or self._ready)
+        return self.scheduler.has_unfinished or self._loop.busy or bool(self._kept)
 
     def _retire(self, request: Request) -> None:
         self._processor.forget(request)
@@ -234,105 +237,25 @@ class Engine:
         no time. A step that cannot be computed ends its requests with reason "error", and is logged; the engine and all
         other requests go on. Ctrl-C is taken after the step; what it brought is returned by the next call.
         """
-        outputs: list[RequestOutput] = []
-        try:
-            with self._lock, interrupts_between_steps():
-                self._check_open()
-                outputs = self._step()
-        except KeyboardInterrupt:
-            self._ready += outputs
-            raise
-        return outputs
+        with self._lock, interrupts_between_steps():
+            self._check_open()
+            self._loop.step()
+        with self._lock:
+            return self._hand_out()
 
-    def _step(self) -> list[RequestOutput]:
-        scheduler_output = self.scheduler.schedule()
-        planned = self._recorder.plan_time(self.scheduler)
-        self._ready += self._end_exhausted(scheduler_output)
-        if scheduler_output.empty:
-            self._recorder.record(scheduler_output, StepUpdate([]), planned)
-        else:
-            self._in_flight.append(_InFlight(scheduler_output, self._executor.submit(scheduler_output), planned))
-            if len(self._in_flight) <= self._depth:
-                return self._take_ready()
-        self._take_in_oldest()
-        self._drain_if_idle()
-        return self._take_ready()
+    def _hand_out(self) -> list[RequestOutput]:
+        """What steps brought, as outputs. Nothing comes of requests that were aborted meanwhile."""
+        news = [s for s in self._loop.take_news() if self._requests.get(s.request.request_id) is s.request]
+        outputs, self._kept = self._kept + self._processor.process(news), []
+        for output in outputs:
+            if output.finished and output.request_id in self._requests:
+                self._retire(self._requests[output.request_id])
+        return outputs
 
     def keep_for_next_step(self, outputs: list[RequestOutput]) -> None:
         """Hand back outputs that were not meant for the caller: the next call of ``step`` returns them."""
         with self._lock:
-            self._ready += outputs
-
-    def _take_ready(self) -> list[RequestOutput]:
-        ready, self._ready = self._ready, []
-        return ready
-
-    def _drain(self) -> None:
-        """Take in every step in flight, so that all tokens are known here."""
-        while self._in_flight:
-            self._take_in_oldest()
-
-    def _drain_if_idle(self) -> None:
-        """Take in a step that was submitted before its only sequences turned out to have ended: all of it is discarded."""
-        if not self.scheduler.has_unfinished:
-            self._drain()
-
-    def _take_in_oldest(self) -> None:
-        """Take in the oldest step in flight. What it brings users waits in ``_ready``."""
-        if not self._in_flight:
-            return
-        oldest = self._in_flight.popleft()
-        try:
-            runner_output = oldest.future.result()
-        except Exception as error:
-            self._fail(oldest, error)
-            return
-        except BaseException as error:  # Ctrl-C: either this wait was interrupted, or the step itself
-            if oldest.future.done():
-                self._fail(oldest, error)
-            else:
-                self._in_flight.appendleft(oldest)
-            raise
-        update = self.scheduler.update(oldest.scheduler_output, runner_output)
-        self._ready += self._finish_outputs(update.advanced)
-        self._recorder.record(oldest.scheduler_output, update, oldest.planned)
-
-    def _finish_outputs(self, advanced: list[Sequence]) -> list[RequestOutput]:
-        outputs = self._processor.process(advanced)
-        for output in outputs:
-            if output.finished:
-                self._retire(self._requests[output.request_id])
-        return outputs
-
-    def _end_exhausted(self, scheduler_output: SchedulerOutput) -> list[RequestOutput]:
-        """Outputs of sequences that ended in planning, for want of blocks."""
-        ended = {finish.sequence_id for finish in scheduler_output.exhausted}
-        if not ended:
-            return []
-        samples = [s for request in self._requests.values() for s in request.sequences if s.sequence_id in ended]
-        return self._finish_outputs(samples)
-
-    def _fail(self, step: _InFlight, error: BaseException) -> None:
-        """A step could not be computed: what runs ends with an error, since blocks that it shares may hold nothing now.
-
-        Requests that only wait go on; what the prefix cache was told of the step is taken back.
-        """
-        batch = step.scheduler_output.batch
-        self._recorder.record(step.scheduler_output, StepUpdate([NO_TOKEN] * len(batch.slots)), step.planned)
-        doomed = {s.sequence_id for s in self.scheduler.running} | set(batch.sequence_ids)
-        ended: list[Sequence] = []
-        for request in self._requests.values():
-            alive = [sequence for sequence in request.sequences if not sequence.finished]
-            if any(sequence.sequence_id in doomed for sequence in alive):
-                for sequence in alive:
-                    sequence.stop_reason = f"the step failed: {error!r}"
-                self.scheduler.abort(request, "error")
-                ended += alive
-        self.scheduler.kv.reset_prefix_cache()
-        if ended:  # else only a token was computed that would have been discarded
-            names = ", ".join(sequence.name for sequence in ended[:5]) + (", …" if len(ended) > 5 else "")
-            log.error("step %d failed and ends %s", step.scheduler_output.step, names, exc_info=error)
-            self._ready += self._finish_outputs(ended)
+            self._kept += outputs
 
     # ------------------------------------------------------------------ looking inside
 

@@ -8,7 +8,9 @@
     │   ├── UnsupportedModelError it is read, but it is not of a family that refimpl implements
     │   └── CheckpointError       its files are damaged, or tensors are missing, extra or misshapen
     ├── OutOfMemoryError       the weights or the KV cache do not fit the device
+    ├── PolicyError            a scheduling policy of one's own gave an answer that cannot be followed
     └── RequestError           one request is wrong; the engine and the other requests go on
+        ├── QueueFullError        max_num_queued_reqs wait already; come again later
         ├── SamplingParamsError   a sampling parameter is out of its range
         └── PromptError           the prompt is empty, too long, or has ids outside the vocabulary
 
@@ -61,6 +63,10 @@ class OutOfMemoryError(RefimplError, MemoryError):
     """The weights or the KV cache do not fit; the message says which option to change, and to what."""
 
 
+class PolicyError(RefimplError):
+    """A policy's answer names nobody; the message says whom it could have named."""
+
+
 class RequestError(RefimplError, ValueError):
     """One request is refused. Nothing of it stays in the engine; the other requests go on."""
 
@@ -75,3 +81,7 @@ class SamplingParamsError(RequestError):
 
 class PromptError(RequestError):
     """The prompt is empty, too long for the model or the cache, or holds ids outside the vocabulary."""
+
+
+class QueueFullError(RequestError):
+    """As many sequences wait as may wait. Nothing is wrong with the request."""

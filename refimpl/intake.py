@@ -67,6 +67,8 @@ class Intake:
         prompt: str | None,
         token_ids: list[int],
         params: SamplingParams,
+        *,
+        priority: int,
         cache_salt: str | None,
         user: str | None,
     ) -> Request:
@@ -78,6 +80,7 @@ class Intake:
             prompt_token_ids=token_ids,
             params=params,
             seed=mix_seed(self._seed, self._num_requests) if params.seed is None else params.seed,
+            priority=priority,
             cache_salt=cache_salt,
             user=user,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from refimpl.outputs import Decision, RequestMetrics
 from refimpl.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One sample of a request.
 
@@ -52,6 +52,8 @@ class Sequence:
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache, or ordered to be: advanced by ``Scheduler.schedule``."""
     num_tokens_in_flight: int = 0
+    order: Any = None
+    """Its place among the running ones, from the policy: the lowest goes first, the last gives way."""
     slot: int | None = None
     """The row of the running batch that it holds."""
     finish_reason: FinishReason | None = None
@@ -75,6 +77,11 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def ending(self) -> bool:
+        """Whether its last token is ordered: it only waits for the update that ends it."""
+        return self.num_output_tokens >= self.request.max_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The output ids that are known."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -90,7 +97,7 @@ class Sequence:
         return self.request.request_id if self.request.params.n == 1 else f"{self.request.request_id}/{self.index}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """What a user asked for, and its samples."""
 
@@ -103,6 +110,8 @@ class Request:
     max_tokens: int
     """The most output tokens a sample: the request's own limit, or what is left of ``max_model_len``."""
     metrics: RequestMetrics
+    priority: int = 0
+    """For the policy "priority": the lower goes first."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     user: str | None = None

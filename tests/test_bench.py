@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.bench import report
+from refimpl.bench import report, scheduler, sharing
 from refimpl.bench.flops import flop_counter
 from refimpl.bench.recompute import run
 from refimpl.bench.result import check
@@ -69,3 +69,16 @@ def test_a_check_says_its_bound():
 def test_an_unknown_topic_is_an_error(text):
     with pytest.raises(Exception, match="no result file or no table"):
         report.render(text)
+
+
+def test_the_scheduler_benchmark_measures_full_batches_without_a_model():
+    result = scheduler.run(num_sequences=8, steps=20)
+    assert result.results["events off"]["steps"] == 20
+    assert {check.name for check in result.checks} >= {"schedule_update_ms_256", "queue_length_ratio"}
+    assert all(figures["median_ms"] > 0 for figures in result.results.values())
+
+
+def test_the_sharing_benchmark_counts_blocks_and_computed_tokens():
+    figures = sharing.run({"model": "tiny", "dtype": "float32", "max_num_seqs": 8}, repeats=1).results
+    assert (figures["shared_blocks"], figures["own_blocks"], figures["copied_blocks"]) == (62, 4, 3)
+    assert figures["computed_tokens"] == 62

@@ -23,7 +23,7 @@ LAYERS = [
     {"sampling", "speculative"},
     {"executor", "simulate", "parallel"},
     # The engine and its own helpers.
-    {"engine", "intake", "recorder", "explain", "output_processor", "interrupts"},
+    {"engine", "step_loop", "intake", "recorder", "explain", "output_processor", "interrupts"},
     {"llm", "async_llm"},
     {"server", "bench", "cli"},
 ]
@@ -39,8 +39,7 @@ STRANGERS = {
 TORCH_FREE = ["cache", "scheduler", *LAYERS[0]]
 
 LONGER_FILES = {
-    "engine.py": (400, "the engine's public calls, each short, are one class"),
-    "scheduler/scheduler.py": (400, "the policy of one step is read from top to bottom"),
+    "scheduler/scheduler.py": (430, "the policy of one step is read from top to bottom"),
 }
 LONGER_FUNCTIONS: dict[str, tuple[int, str]] = {}
 

@@ -11,7 +11,7 @@ from refimpl.cache.block_table import BlockTable
 from refimpl.cache.prefix_cache import Key, PrefixCache, root_key
 
 
-@dataclass
+@dataclass(frozen=True)
 class Allocation:
     """What a sequence was given for its new tokens."""
 
@@ -19,6 +19,10 @@ class Allocation:
     """Blocks appended to its table."""
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     """Copy-on-write: (index in the table, shared block, own block that takes its place)."""
+
+
+NOTHING_NEW = Allocation()
+"""The answer to a sequence that has room: one object for all, so never change it."""
 
 
 class KVCacheManager:
@@ -118,11 +122,15 @@ class KVCacheManager:
         table = self._tables.get(sequence_id)
         if table is None:
             return self.admit(sequence_id, num_tokens)
+        block_ids = table.block_ids
+        end = len(block_ids) * self.block_size
+        if num_tokens <= end <= num_computed_tokens + self.block_size and self._ref_counts[block_ids[-1]] == 1:
+            return NOTHING_NEW  # only its last block is written, which is its own: most decodes, most of the time
         missing = table.blocks_missing(num_tokens)
         written = range(num_computed_tokens // self.block_size, min(len(table.block_ids), self.blocks_for(num_tokens)))
         shared = [index for index in written if self._ref_counts[table.block_ids[index]] > 1]
         if not missing and not shared:
-            return Allocation()
+            return NOTHING_NEW
         if missing + len(shared) > self.num_free_blocks:
             return None
         copies = []
@@ -149,8 +157,10 @@ class KVCacheManager:
         keys = self._keys.get(sequence_id)
         if self.prefix_cache is None or keys is None:
             return
-        table = self._tables[sequence_id]
         full = min(num_computed_tokens, len(token_ids)) // self.block_size
+        if full < len(keys):
+            return
+        table = self._tables[sequence_id]
         for index in range(len(keys) - 1, full):
             tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
             keys.append(self.prefix_cache.publish(table.block_ids[index], keys[-1], tokens))

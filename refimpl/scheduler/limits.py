@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from refimpl.cache.kv_cache_manager import KVCacheManager
 from refimpl.config import SchedulerConfig
-from refimpl.errors import PromptError
+from refimpl.errors import PromptError, QueueFullError
 from refimpl.request import Request
 
 
@@ -41,4 +41,21 @@ def check_fits(request: Request, config: SchedulerConfig, kv: KVCacheManager) ->
             request_id=request.request_id,
             context=longest,
             budget=budget,
+        )
+
+
+def check_queue(request: Request, config: SchedulerConfig, num_waiting: int) -> None:
+    """See that the queue has room.
+
+    Raises:
+        QueueFullError: it has not.
+
+    """
+    limit = config.max_num_queued_reqs
+    if limit is not None and num_waiting >= limit:
+        raise QueueFullError(
+            f"{num_waiting} samples wait already, and max_num_queued_reqs is {limit}; try again later, or raise it",
+            request_id=request.request_id,
+            waiting=num_waiting,
+            limit=limit,
         )

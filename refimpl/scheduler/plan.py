@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from refimpl.cache.kv_cache_manager import Allocation
+from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation
 from refimpl.outputs import (
     Admission,
     Arrival,
@@ -45,17 +45,19 @@ class StepPlan:
 
         A row that catches up with its sequence's last token also orders a new one, whose id comes with the update.
         """
-        assert sequence.slot is not None
+        slot = sequence.slot
+        assert slot is not None
         self.sequence_ids.append(sequence.sequence_id)
-        self.slots.append(sequence.slot)
+        self.slots.append(slot)
         self.num_new_tokens.append(num_new_tokens)
         self.budget -= num_new_tokens
-        if allocation.new_blocks:
-            self.new_blocks.append(NewBlocks(sequence.slot, tuple(allocation.new_blocks)))
-        for index, source, target in allocation.copies:
-            self.copies.append(BlockCopy(sequence.slot, index, source, target))
-        sequence.num_computed_tokens += num_new_tokens
-        if sequence.num_computed_tokens == sequence.num_tokens:
+        if allocation is not NOTHING_NEW:
+            if allocation.new_blocks:
+                self.new_blocks.append(NewBlocks(slot, tuple(allocation.new_blocks)))
+            for index, source, target in allocation.copies:
+                self.copies.append(BlockCopy(slot, index, source, target))
+        computed = sequence.num_computed_tokens = sequence.num_computed_tokens + num_new_tokens
+        if computed == sequence.num_tokens:
             sequence.num_tokens_in_flight += 1
 
     def admit(self, sequence: Sequence, shared_blocks: tuple[int, ...] = ()) -> None:

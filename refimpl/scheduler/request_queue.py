@@ -1,21 +1,26 @@
-"""RequestQueue: the sequences that wait for a slot, in the order in which they will get one."""
+"""RequestQueue: the sequences that wait for a slot, in the policy's order."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from typing import Any
 
 from refimpl.request import Sequence
 
 
 class RequestQueue:
-    """First come, first served: the lowest ``sequence_id`` is the head, so a preempted sequence goes back before newer ones.
+    """The lowest key is the head; ties go by arrival, so a preempted sequence goes back before newer ones.
 
-    Every operation is O(log n) in the number that wait.
+    With keys that do not change, every operation is O(log n) in the number that wait; with ``dynamic`` ones the head is
+    looked for each time.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, Sequence]] = []
-        self._members: set[int] = set()
+    def __init__(self, key: Callable[[Sequence], Any], dynamic: bool = False) -> None:
+        self._key = key
+        self._dynamic = dynamic
+        self._heap: list[tuple[Any, int, Sequence]] = []
+        self._members: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._members)
@@ -23,18 +28,21 @@ class RequestQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a sequence at its place."""
         assert sequence.sequence_id not in self._members, f"sequence {sequence.sequence_id} waits already"
-        self._members.add(sequence.sequence_id)
-        heapq.heappush(self._heap, (sequence.sequence_id, sequence))
+        self._members[sequence.sequence_id] = sequence
+        if not self._dynamic:
+            heapq.heappush(self._heap, (self._key(sequence), sequence.sequence_id, sequence))
 
     def head(self) -> Sequence | None:
         """The sequence whose turn it is; None if none waits."""
-        while self._heap and self._heap[0][0] not in self._members:
+        if self._dynamic:
+            return min(self._members.values(), key=self._order, default=None)
+        while self._heap and self._heap[0][1] not in self._members:
             heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        return self._heap[0][2] if self._heap else None
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence, wherever it stands."""
-        self._members.remove(sequence.sequence_id)
+        del self._members[sequence.sequence_id]
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence is in the queue."""
@@ -42,4 +50,8 @@ class RequestQueue:
 
     def num_before(self, sequence: Sequence) -> int:
         """How many have their turn before it. O(n): for people, not for the step."""
-        return sum(member < sequence.sequence_id for member in self._members)
+        own = self._order(sequence)
+        return sum(self._order(member) < own for member in self._members.values())
+
+    def _order(self, sequence: Sequence) -> tuple[Any, int]:
+        return self._key(sequence), sequence.sequence_id

@@ -1,4 +1,4 @@
-"""RunningSet: the sequences that hold a slot, oldest first, and the slots that nobody holds."""
+"""RunningSet: the sequences that hold a slot, in the policy's order, and the slots that nobody holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunningSet:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Oldest first, as it is now: sequences may come and go in the loop."""
+        """First goes first, as it is now: sequences may come and go in the loop."""
         return iter(tuple(self._sequences))
 
     def __reversed__(self) -> Iterator[Sequence]:
@@ -32,10 +32,10 @@ class RunningSet:
         return not self._free_slots
 
     def add(self, sequence: Sequence) -> int:
-        """Give a sequence a slot, which is returned."""
+        """Give a sequence, whose ``order`` is set, a slot, which is returned."""
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.status = Status.RUNNING
-        bisect.insort(self._sequences, sequence, key=lambda other: other.sequence_id)
+        bisect.insort(self._sequences, sequence, key=lambda other: other.order)
         return sequence.slot
 
     def remove(self, sequence: Sequence) -> None:

@@ -22,15 +22,17 @@ from refimpl.outputs import (
 )
 from refimpl.request import FinishReason, Request, Sequence, Status
 from refimpl.scheduler.decisions import DecisionLog
-from refimpl.scheduler.limits import check_fits
+from refimpl.scheduler.limits import check_fits, check_queue
 from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
+from refimpl.scheduler.policies import FirstComeFirstServed, Policy
+from refimpl.scheduler.preemption import choose_victim, view
 from refimpl.scheduler.request_queue import RequestQueue
 from refimpl.scheduler.running_set import RunningSet
 from refimpl.scheduler.stopping import stop
 
 
 class Scheduler:
-    """The queue, the running sequences, and the decisions. First come, first served; the newest is preempted first."""
+    """The queue, the running sequences, and the decisions. By default first come, first served, and the newest gives way."""
 
     def __init__(
         self,
@@ -38,12 +40,14 @@ class Scheduler:
         kv_cache_manager: KVCacheManager,
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], float],
+        policy: Policy | None = None,
     ) -> None:
         self.config = config
+        self.policy: Policy = policy or FirstComeFirstServed()
         self.kv = kv_cache_manager
         self.step = 0
         """The number of the next step."""
-        self.waiting = RequestQueue()
+        self.waiting = RequestQueue(lambda sequence: self.policy.key(view(sequence)), self.policy.dynamic)
         self.running = RunningSet(config.max_num_seqs)
         self.sequences: dict[int, Sequence] = {}
         """All that have not ended, by id."""
@@ -53,6 +57,7 @@ class Scheduler:
         self._arrived: list[Arrival] = []
         self._aborted: list[Finish] = []
         self._log = DecisionLog(clock)
+        self._exhausted: list[Sequence] = []
         self._forked: list[tuple[Sequence, Sequence, tuple[int, ...]]] = []
         """(parent, child, blocks shared): forks since the last step, of which the executor must be told."""
         self._forced: dict[int, list[tuple[str, str]]] = {}
@@ -64,9 +69,11 @@ class Scheduler:
 
         Raises:
             PromptError: it could never run, even alone.
+            QueueFullError: ``max_num_queued_reqs`` samples wait already.
 
         """
         check_fits(request, self.config, self.kv)
+        check_queue(request, self.config, len(self.waiting))
         self._arrived.append(
             Arrival(
                 request.request_id,
@@ -128,6 +135,11 @@ class Scheduler:
         """Whether something happened that no step has told yet."""
         return bool(self._arrived or self._aborted)
 
+    def take_exhausted(self) -> list[Sequence]:
+        """The sequences that ended in planning, for want of blocks, since the last call."""
+        taken, self._exhausted = self._exhausted, []
+        return taken
+
     def preempt_at(self, step: int, request_id: str, mode: str = "recompute") -> None:
         """For tests: force a preemption of a request's running samples when ``step`` is planned."""
         self._forced.setdefault(step, []).append((request_id, mode))
@@ -153,6 +165,7 @@ class Scheduler:
                 plan.admit(child, shared)
         self._forked = []
         self._force_preemptions(plan)
+        self._make_way(plan)
         self._continue_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -161,6 +174,15 @@ class Scheduler:
         self._last_batch = output.batch
         self.step = self._log.step = self.step + 1
         return output
+
+    def _make_way(self, plan: StepPlan) -> None:
+        """Where the policy lets a waiting sequence take a running one's place: the last in order gives way, one by one."""
+        head = self.waiting.head()
+        while head is not None and not head.num_tokens_in_flight:
+            last = next((sequence for sequence in reversed(self.running) if not sequence.ending), None)
+            if last is None or not self.policy.preempts(view(head), view(last)) or self._fits(head):
+                return
+            self._preempt(last, plan, cause=f"{head.name} goes first")
 
     def _continue_running(self, plan: StepPlan) -> None:
         for sequence in self.running:
@@ -174,46 +196,35 @@ class Scheduler:
 
     def _num_new_tokens(self, sequence: Sequence, budget: int) -> int:
         """Tokens that a sequence would compute now, at most ``budget``; 0 if all its tokens are ordered already."""
-        if self._ending(sequence):
+        num_tokens = sequence.num_tokens
+        if num_tokens - sequence.num_prompt_tokens >= sequence.request.max_tokens:  # ending
             return 0
         if not self.config.enable_kv_cache:
-            return sequence.num_tokens if sequence.num_tokens <= budget else 0
-        missing = sequence.num_tokens - sequence.num_computed_tokens
+            return num_tokens if num_tokens <= budget else 0
+        missing = num_tokens - sequence.num_computed_tokens
+        if missing == 1:
+            return min(missing, budget)
         if missing > budget and not self.config.enable_chunked_prefill:
             return 0
-        return min(missing, budget)
-
-    @staticmethod
-    def _ending(sequence: Sequence) -> bool:
-        """Whether its last token is ordered: it only waits for the update that ends it."""
-        return sequence.num_output_tokens >= sequence.request.max_tokens
+        return min(missing, budget, self.config.long_prefill_token_threshold or missing)
 
     def _make_room(self, sequence: Sequence, num_new_tokens: int, plan: StepPlan) -> Allocation | None:
         """Take the blocks for a running sequence's new tokens, from newer sequences if need be; None: not in this step."""
         computed = sequence.num_computed_tokens if self.config.enable_kv_cache else 0
         while (allocation := self.kv.allocate(sequence.sequence_id, computed, computed + num_new_tokens)) is None:
-            victim = self._newest_victim(plan)
-            assert victim is not None, "the sequence that needs room is itself a candidate"
+            victim = choose_victim(self.running, set(plan.sequence_ids), self.policy)
             if victim is not sequence:
-                self._preempt(victim, plan, cause=f"{sequence.name} needs a block and is older")
+                self._preempt(victim, plan, cause=f"{sequence.name} needs a block and goes first")
                 continue
             others = [other for other in self.running if other is not sequence]
-            if any(self._ending(other) for other in others) or (not others and sequence.num_tokens_in_flight):
+            if any(other.ending for other in others) or (not others and sequence.num_tokens_in_flight):
                 self._log.wait(sequence, "waits_update")
             elif not others:
                 self._exhaust(sequence, plan)
             else:
-                self._preempt(sequence, plan, cause="the pool is empty and all others are older")
+                self._preempt(sequence, plan, cause="the pool is empty and all others go first")
             return None
         return allocation
-
-    def _newest_victim(self, plan: StepPlan) -> Sequence | None:
-        """The newest running sequence that is not in this step's rows and has something left to do."""
-        planned = set(plan.sequence_ids)
-        for sequence in reversed(self.running):
-            if sequence.sequence_id not in planned and not self._ending(sequence):
-                return sequence
-        return None
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         while (sequence := self.waiting.head()) is not None:
@@ -226,11 +237,7 @@ class Scheduler:
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
             if not num_new_tokens:
                 return self._log.wait(sequence, "waits_budget", budget=self.config.max_num_batched_tokens)
-            # The whole context must fit beside what the running ones still need for theirs: a prompt that is admitted
-            # by its first chunk alone would soon be preempted again.
-            promised = sum(self.kv.blocks_missing(other.sequence_id, other.num_tokens) for other in self.running)
-            needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
-            free = self.kv.num_free_blocks_beside(cached_blocks) - promised
+            needed, free = self._needed_and_free(sequence, cached_blocks)
             if needed > free:
                 return self._log.wait(sequence, "waits_blocks", needed=needed, free=max(0, free))
             allocation = self.kv.admit(
@@ -243,6 +250,20 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._admit(sequence, num_new_tokens, allocation, plan, cached_blocks)
         return None
+
+    def _needed_and_free(self, sequence: Sequence, cached_blocks: list[int]) -> tuple[int, int]:
+        """Blocks that a waiting sequence needs, and those that are to be had.
+
+        Its whole context must fit beside what the running ones still need for theirs: a prompt that is admitted by its
+        first chunk alone would soon be preempted again.
+        """
+        promised = sum(self.kv.blocks_missing(other.sequence_id, other.num_tokens) for other in self.running)
+        needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
+        return needed, self.kv.num_free_blocks_beside(cached_blocks) - promised
+
+    def _fits(self, sequence: Sequence) -> bool:
+        needed, free = self._needed_and_free(sequence, self._match_prefix(sequence))
+        return not self.running.full and needed <= free
 
     def _match_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks that a sequence may begin with."""
@@ -277,6 +298,7 @@ class Scheduler:
         self._add(sequence, num_new_tokens, allocation, plan)
 
     def _take_slot(self, sequence: Sequence) -> None:
+        sequence.order = (self.policy.key(view(sequence)), sequence.sequence_id)
         self.running.add(sequence)
         if sequence.request.metrics.first_scheduled_time is None:
             sequence.request.metrics.first_scheduled_time = self._clock()
@@ -285,10 +307,16 @@ class Scheduler:
         """Give a running sequence a row. Where it completes a prompt, the samples that share the prompt join."""
         before = sequence.num_computed_tokens
         plan.add(sequence, num_new_tokens, allocation)
+        if self.policy.dynamic:
+            self.policy.computed(view(sequence), num_new_tokens)
         for _, source, target in allocation.copies:
             self._log.add(sequence, "copied", source=source, target=target)
-        # Only ids that are known: a block that a token in flight fills is published by the next step's planning.
-        self.kv.publish(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens)
+        # Only ids that are known: a block that a token in flight fills is published by the next step's planning. So a
+        # decode has something to publish right at a block's end, or one token later.
+        if num_new_tokens > 1 or sequence.num_computed_tokens % self.kv.block_size <= 1:
+            self.kv.publish(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens)
+        if num_new_tokens == 1 and before >= sequence.num_prompt_tokens:
+            return  # a decode
         if left := sequence.num_tokens - sequence.num_computed_tokens - sequence.num_tokens_in_flight:
             self._log.add(sequence, "chunked", new=num_new_tokens, left=left)
         elif before < sequence.num_prompt_tokens and self.config.enable_kv_cache:
@@ -326,7 +354,7 @@ class Scheduler:
     def _force_preemptions(self, plan: StepPlan) -> None:
         for request_id, mode in self._forced.pop(plan.step, ()):
             for sequence in self.running:
-                if sequence.request.request_id == request_id and not self._ending(sequence):
+                if sequence.request.request_id == request_id and not sequence.ending:
                     self._preempt(sequence, plan, cause=f"asked for by preempt_at({plan.step})", mode=mode)
 
     def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str = "recompute") -> None:
@@ -345,6 +373,7 @@ class Scheduler:
         self._log.add(sequence, "exhausted", tokens=sequence.num_tokens, pool=self.kv.num_blocks)
         sequence.stop_reason = f"the KV cache of {self.kv.num_blocks} blocks is full"
         plan.exhausted.append(self._finish(sequence, "length"))
+        self._exhausted.append(sequence)
 
     def _release(self, sequence: Sequence) -> list[int]:
         self.running.remove(sequence)
@@ -370,6 +399,7 @@ class Scheduler:
         """Take in what a step drew: append ids, stop, free. All counting was done when the step was planned."""
         update = StepUpdate(token_ids=[])
         self._log.step = scheduler_output.step
+        now = self._clock()
         for sequence_id, token_id in zip(scheduler_output.batch.sequence_ids, runner_output.token_ids, strict=True):
             sequence = self.sequences.get(sequence_id)
             if token_id == NO_TOKEN or sequence is None:
@@ -384,16 +414,12 @@ class Scheduler:
                 update.finished.append(self._finish(sequence, "error"))
                 continue
             update.token_ids.append(token_id)
-            self._append(sequence, token_id)
+            sequence.token_ids.append(token_id)
+            sequence.token_times.append(now)
+            if sequence.request.metrics.first_token_time is None:
+                sequence.request.metrics.first_token_time = now
             if (reason := stop(sequence, token_id, self._eos_token_ids)) is not None:
                 update.finished.append(self._finish(sequence, reason))
         update.decisions = self._log.take()
         self._log.step = self.step
         return update
-
-    def _append(self, sequence: Sequence, token_id: int) -> None:
-        now = self._clock()
-        sequence.token_ids.append(token_id)
-        sequence.token_times.append(now)
-        if sequence.request.metrics.first_token_time is None:
-            sequence.request.metrics.first_token_time = now

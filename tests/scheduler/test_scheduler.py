@@ -72,7 +72,7 @@ def test_the_oldest_always_advances_and_preemptions_are_bounded(depth):
         scheduler.add(request)
 
     def oldest_has_a_row(output):
-        alive = [r.sequences[0] for r in requests if not r.finished and not scheduler._ending(r.sequences[0])]
+        alive = [r.sequences[0] for r in requests if not r.finished and not r.sequences[0].ending]
         if alive and output.preempted:
             assert min(s.sequence_id for s in alive) in output.batch.sequence_ids
 
@@ -210,7 +210,7 @@ def test_decisions_tell_why_with_numbers():
     assert "preempted" in kinds
     assert "resumed" in kinds
     assert any("waits: needs" in text and "free" in text for text in told)
-    assert any("is preempted (recompute)" in text and "older" in text for text in told)
+    assert any("is preempted (recompute)" in text and "first" in text for text in told)
     steps = [decision.step for decision in requests[1].sequences[0].decisions]
     assert steps == sorted(steps)
 

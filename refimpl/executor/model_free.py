@@ -1,0 +1,57 @@
+"""ModelFreeExecutor: the engine's other half without a model. Lengths are given, tokens are seeded, nothing is computed.
+
+The real scheduler and cache manager run over it at thousands of requests a second: for benchmarks of what they cost, for
+studies of how memory is used, and for tests.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+
+_MIX = 0x9E3779B97F4A7C15
+
+
+class ModelFreeExecutor:
+    """Keeps only how far each slot is, and draws a token, a function of (path, position), where a sequence has caught up.
+
+    A sequence ends by its ``max_tokens``; tokens are at least ``first_token``, so that no end-of-sequence id is drawn.
+    """
+
+    def __init__(self, num_blocks: int, vocab_size: int = 32_000, first_token: int = 1_000) -> None:
+        self.num_blocks = num_blocks
+        self._first_token = first_token
+        self._num_drawable = vocab_size - first_token
+        self._paths: dict[int, int] = {}
+        self._computed: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+
+    def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """A step's outcome."""
+        for admission in scheduler_output.admitted:
+            self._paths[admission.slot] = admission.path ^ admission.seed
+            self._computed[admission.slot] = admission.num_computed_tokens
+            self._known[admission.slot] = len(admission.token_ids)
+        for slot in scheduler_output.restarted:
+            self._computed[slot] = 0
+        batch = scheduler_output.batch
+        return ModelRunnerOutput(tuple(map(self._row, batch.slots, batch.num_new_tokens)))
+
+    def _row(self, slot: int, num_new_tokens: int) -> int:
+        self._computed[slot] += num_new_tokens
+        position = self._known[slot]
+        if self._computed[slot] < position:
+            return NO_TOKEN
+        self._known[slot] = position + 1
+        mixed = ((self._paths[slot] + position) * _MIX >> 20) & 0xFFFFFFFF
+        return self._first_token + mixed % self._num_drawable
+
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Run a step at once."""
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(self.run(scheduler_output))
+        return future
+
+    def close(self) -> None:
+        """Nothing is held."""
