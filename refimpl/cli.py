@@ -94,7 +94,9 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 @with_engine_options
 def generate(
     *,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="One or more prompts.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT…", help="One or more prompts; without any, standard input is one.")
+    ] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(help='JSON lines, each {"prompt": …}, {"prompt_token_ids": […]} or a string; "-" is standard input.'),
@@ -122,8 +124,10 @@ def generate(
     from refimpl.sampling_params import SamplingParams
 
     listed: list[Any] = [*(prompts or []), *(_read_prompts(prompts_file) if prompts_file else [])]
+    if not listed and not sys.stdin.isatty() and (piped := sys.stdin.read().strip()):
+        listed = [piped]
     if not listed:
-        raise RefimplError("there is no prompt; give one or more, or --prompts-file FILE.jsonl")
+        raise RefimplError("there is no prompt; give one or more, pipe one in, or --prompts-file FILE.jsonl")
     params = SamplingParams(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, ignore_eos=ignore_eos
     )

@@ -19,8 +19,7 @@ def run(monkeypatch, capsys):
 
     def run(*arguments, stdin=None):
         monkeypatch.setattr(sys, "argv", ["refimpl", *map(str, arguments)])
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin or ""))
         with pytest.raises(SystemExit) as exit:
             main()
         captured = capsys.readouterr()
@@ -174,6 +173,10 @@ def test_help_names_every_engine_option(run, monkeypatch):
 
 
 # ---------------------------------------------------------------------- how it fails
+
+
+def test_a_piped_text_is_a_prompt(objects):
+    assert [o["prompt"] for o in objects(stdin="Hello\n")] == ["Hello"]
 
 
 def test_no_prompt(refused, tmp_path):

@@ -146,6 +146,16 @@ def test_weights_that_do_not_fit_are_refused_before_loading(monkeypatch):
         make(device="cpu")
 
 
+def test_a_small_model_does_not_take_all_memory_for_its_cache():
+    """The memory would hold hundreds of thousands of blocks; four times what can run at once is enough."""
+    engine = Engine(EngineArgs(model="tiny", device="cpu", max_num_seqs=2, max_model_len=64))
+    assert engine.scheduler.kv.num_blocks == 4 * 2 * 4
+    engine.close()
+    asked = Engine(EngineArgs(model="tiny", device="cpu", max_num_seqs=2, max_model_len=64, cpu_kvcache_space=0.01))
+    assert asked.scheduler.kv.num_blocks > 1000
+    asked.close()
+
+
 def test_kv_cache_memory_bytes_sizes_the_cache():
     engine = make(num_gpu_blocks_override=None, kv_cache_memory_bytes=8192 * 31, max_model_len=None)
     assert engine.scheduler.kv.num_blocks == 30, "the null block is one of the 31"

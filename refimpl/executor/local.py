@@ -101,14 +101,22 @@ class LocalExecutor:
     def _available_bytes(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
         """Bytes that the KV cache may take. On a GPU, the largest step is run once to see what it needs beside."""
         cache = args.cache_config()
+        enough = memory.enough_bytes(
+            model.config,
+            args.block_size,
+            self.dtype.itemsize,
+            max_num_seqs,
+            args.max_model_len or model.config.max_position_embeddings,
+        )
         if self.device.type == "cpu":
-            return memory.cpu_cache_bytes(cache, free_host_memory())
+            available = memory.cpu_cache_bytes(cache, free_host_memory())
+            return available if cache.cpu_kvcache_space is not None else min(available, enough)
         if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
             return 0  # the options say it all
         activations = self._measure_activations(args, model, max_num_seqs, num_tokens)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return memory.gpu_cache_bytes(cache, total, total - free, activations)
+        return min(memory.gpu_cache_bytes(cache, total, total - free, activations), enough)
 
     def _measure_activations(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
         """Peak bytes of a step with the longest prompt that fits it, and of the logits of a full batch."""

@@ -23,6 +23,16 @@ def gpu_cache_bytes(cache: CacheConfig, total_bytes: int, used_bytes: int, activ
     return int(total_bytes * cache.gpu_memory_utilization) - used_bytes - activation_bytes
 
 
+ENOUGH = 4
+"""A cache that the memory alone would size stops at this many times the most tokens that can run at once."""
+
+
+def enough_bytes(model: ModelConfig, block_size: int, bytes_per_value: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Bytes beyond which a larger cache would only cost: room for every slot at its longest, and more for prefixes."""
+    blocks = ENOUGH * max_num_seqs * -(-max_model_len // block_size)
+    return (blocks + 1) * block_bytes(model, block_size, bytes_per_value)
+
+
 def num_blocks(cache: CacheConfig, model: ModelConfig, bytes_per_value: int, available_bytes: int) -> int:
     """Usable blocks of the KV cache. ``available_bytes`` counts unless the options fix the number or the bytes.
 
