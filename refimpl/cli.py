@@ -123,11 +123,7 @@ def generate(
     """
     from refimpl.sampling_params import SamplingParams
 
-    listed: list[Any] = [*(prompts or []), *(_read_prompts(prompts_file) if prompts_file else [])]
-    if not listed and not sys.stdin.isatty() and (piped := sys.stdin.read().strip()):
-        listed = [piped]
-    if not listed:
-        raise RefimplError("there is no prompt; give one or more, pipe one in, or --prompts-file FILE.jsonl")
+    listed = _all_prompts(prompts, prompts_file)
     params = SamplingParams(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, ignore_eos=ignore_eos
     )
@@ -153,6 +149,16 @@ def generate(
                 print(llm.engine.explain(output.request_id), file=sys.stderr)
         if any(sample.finish_reason == "error" for output in outputs for sample in output.outputs):
             raise typer.Exit(1)
+
+
+def _all_prompts(prompts: list[str] | None, prompts_file: Path | None) -> list[Any]:
+    """Those of the command line, then those of the file; without any, standard input is one."""
+    listed: list[Any] = [*(prompts or []), *(_read_prompts(prompts_file) if prompts_file else [])]
+    if not listed and not sys.stdin.isatty() and (piped := sys.stdin.read().strip()):
+        listed = [piped]
+    if not listed:
+        raise RefimplError("there is no prompt; give one or more, pipe one in, or --prompts-file FILE.jsonl")
+    return listed
 
 
 def _read_prompts(path: Path) -> list[Any]:

@@ -253,8 +253,8 @@ def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch)
     forward, pressed = engine._executor.runner.model.forward, []
 
     def forward_with_ctrl_c(*args, **kwargs):
-        if len(pressed) < 3:
-            pressed.append(1)
+        pressed.append(1)
+        if len(pressed) == 2:  # once: a second one within a step is meant to go through
             os.kill(os.getpid(), signal.SIGINT)
         return forward(*args, **kwargs)
 
@@ -267,7 +267,7 @@ def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch)
         except KeyboardInterrupt:
             interrupts += 1
         assert engine.audit() == []
-    assert interrupts >= 1
+    assert interrupts == 1
     assert len(finished["a"].outputs[0].token_ids) == 4
     assert finished["a"].outputs[0].finish_reason == "length"
     engine.close()

@@ -38,9 +38,7 @@ STRANGERS = {
 
 TORCH_FREE = ["cache", "scheduler", *LAYERS[0]]
 
-LONGER_FILES = {
-    "scheduler/scheduler.py": (430, "the policy of one step is read from top to bottom"),
-}
+LONGER_FILES: dict[str, tuple[int, str]] = {}
 LONGER_FUNCTIONS: dict[str, tuple[int, str]] = {}
 
 

@@ -10,29 +10,17 @@ from collections.abc import Callable
 
 from refimpl.cache.kv_cache_manager import Allocation, KVCacheManager
 from refimpl.config import SchedulerConfig
-from refimpl.outputs import (
-    BAD_LOGITS,
-    NO_TOKEN,
-    Arrival,
-    Finish,
-    ModelRunnerOutput,
-    Preemption,
-    PrefixHit,
-    SchedulerOutput,
-)
-from refimpl.request import FinishReason, Request, Sequence, Status
-from refimpl.scheduler.decisions import DecisionLog
-from refimpl.scheduler.limits import check_fits, check_queue
+from refimpl.outputs import BAD_LOGITS, NO_TOKEN, ModelRunnerOutput, PrefixHit, SchedulerOutput
+from refimpl.request import Sequence, Status
+from refimpl.scheduler.lifecycle import Lifecycle
 from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
-from refimpl.scheduler.policies import FirstComeFirstServed, Policy
+from refimpl.scheduler.policies import Policy
 from refimpl.scheduler.preemption import choose_victim, view
-from refimpl.scheduler.request_queue import RequestQueue
-from refimpl.scheduler.running_set import RunningSet
 from refimpl.scheduler.stopping import stop
 
 
-class Scheduler:
-    """The queue, the running sequences, and the decisions. By default first come, first served, and the newest gives way."""
+class Scheduler(Lifecycle):
+    """Plans steps and takes in what they drew. By default first come, first served, and the newest gives way."""
 
     def __init__(
         self,
@@ -42,109 +30,12 @@ class Scheduler:
         clock: Callable[[], float],
         policy: Policy | None = None,
     ) -> None:
-        self.config = config
-        self.policy: Policy = policy or FirstComeFirstServed()
-        self.kv = kv_cache_manager
+        super().__init__(config, kv_cache_manager, clock, policy)
         self.step = 0
         """The number of the next step."""
-        self.waiting = RequestQueue(lambda sequence: self.policy.key(view(sequence)), self.policy.dynamic)
-        self.running = RunningSet(config.max_num_seqs)
-        self.sequences: dict[int, Sequence] = {}
-        """All that have not ended, by id."""
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._clock = clock
         self._last_batch = EMPTY_BATCH
-        self._arrived: list[Arrival] = []
-        self._aborted: list[Finish] = []
-        self._log = DecisionLog(clock)
-        self._exhausted: list[Sequence] = []
-        self._forked: list[tuple[Sequence, Sequence, tuple[int, ...]]] = []
-        """(parent, child, blocks shared): forks since the last step, of which the executor must be told."""
         self._forced: dict[int, list[tuple[str, str]]] = {}
-
-    # ------------------------------------------------------------------ requests come and go
-
-    def add(self, request: Request) -> None:
-        """Put a request's samples into the queue.
-
-        Raises:
-            PromptError: it could never run, even alone.
-            QueueFullError: ``max_num_queued_reqs`` samples wait already.
-
-        """
-        check_fits(request, self.config, self.kv)
-        check_queue(request, self.config, len(self.waiting))
-        self._arrived.append(
-            Arrival(
-                request.request_id,
-                tuple(sequence.sequence_id for sequence in request.sequences),
-                tuple(request.prompt_token_ids),
-            )
-        )
-        for sequence in request.sequences:
-            self._log.add(
-                sequence,
-                "arrived",
-                prompt=sequence.num_prompt_tokens,
-                max_tokens=request.max_tokens,
-                ahead=len(self.waiting),
-            )
-            self.sequences[sequence.sequence_id] = sequence
-            if sequence.leader is None or not self.config.enable_kv_cache:
-                self.waiting.push(sequence)  # the others join when the prompt that they share is computed
-
-    def fork(self, parent: Sequence, request: Request) -> None:
-        """Add a request that goes on from where ``parent`` is, sharing its blocks; all tokens of the parent are known.
-
-        Where the parent holds no blocks, or no slot is free, the new sequence waits in the queue like any other.
-
-        Raises:
-            PromptError: nothing fits behind the parent's tokens.
-
-        """
-        assert not parent.num_tokens_in_flight, "the steps in flight were taken in"
-        check_fits(request, self.config, self.kv)
-        [child] = request.sequences
-        self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
-        self.sequences[child.sequence_id] = child
-        if parent.status is Status.RUNNING and not self.running.full and self.config.enable_kv_cache:
-            shared = self.kv.fork(parent.sequence_id, child.sequence_id)
-            child.num_computed_tokens = parent.num_computed_tokens
-            self._take_slot(child)
-            self._forked.append((parent, child, shared))
-            self._log.add(child, "forked", parent=parent.name, slot=child.slot or 0, blocks=len(shared))
-        else:
-            self._log.add(
-                child, "arrived", prompt=len(child.token_ids), max_tokens=request.max_tokens, ahead=len(self.waiting)
-            )
-            self.waiting.push(child)
-
-    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
-        """End a request's samples, wherever they are. Their blocks come back at once."""
-        for sequence in request.sequences:
-            if not sequence.finished:
-                self._aborted.append(self._finish(sequence, reason))
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a sequence waits or runs."""
-        return bool(self.sequences)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether something happened that no step has told yet."""
-        return bool(self._arrived or self._aborted)
-
-    def take_exhausted(self) -> list[Sequence]:
-        """The sequences that ended in planning, for want of blocks, since the last call."""
-        taken, self._exhausted = self._exhausted, []
-        return taken
-
-    def preempt_at(self, step: int, request_id: str, mode: str = "recompute") -> None:
-        """For tests: force a preemption of a request's running samples when ``step`` is planned."""
-        self._forced.setdefault(step, []).append((request_id, mode))
-
-    # ------------------------------------------------------------------ planning a step
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
@@ -174,6 +65,35 @@ class Scheduler:
         self._last_batch = output.batch
         self.step = self._log.step = self.step + 1
         return output
+
+    def update(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> StepUpdate:
+        """Take in what a step drew: append ids, stop, free. All counting was done when the step was planned."""
+        update = StepUpdate(token_ids=[])
+        self._log.step = scheduler_output.step
+        now = self._clock()
+        for sequence_id, token_id in zip(scheduler_output.batch.sequence_ids, runner_output.token_ids, strict=True):
+            sequence = self.sequences.get(sequence_id)
+            if token_id == NO_TOKEN or sequence is None:
+                # Nothing drawn, or drawn for a sequence that turned out to have ended a step earlier: discarded.
+                update.token_ids.append(NO_TOKEN)
+                continue
+            sequence.num_tokens_in_flight -= 1
+            update.advanced.append(sequence)
+            if token_id == BAD_LOGITS:
+                update.token_ids.append(NO_TOKEN)
+                sequence.stop_reason = f"the model's logits at position {len(sequence.token_ids)} are not numbers"
+                update.finished.append(self._finish(sequence, "error"))
+                continue
+            update.token_ids.append(token_id)
+            sequence.token_ids.append(token_id)
+            sequence.token_times.append(now)
+            if sequence.request.metrics.first_token_time is None:
+                sequence.request.metrics.first_token_time = now
+            if (reason := stop(sequence, token_id, self._eos_token_ids)) is not None:
+                update.finished.append(self._finish(sequence, reason))
+        update.decisions = self._log.take()
+        self._log.step = self.step
+        return update
 
     def _make_way(self, plan: StepPlan) -> None:
         """Where the policy lets a waiting sequence take a running one's place: the last in order gives way, one by one."""
@@ -251,6 +171,12 @@ class Scheduler:
             self._admit(sequence, num_new_tokens, allocation, plan, cached_blocks)
         return None
 
+    def _match_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks that a sequence may begin with."""
+        if not self.config.enable_kv_cache:
+            return []
+        return self.kv.match_prefix(sequence.token_ids, sequence.request.cache_salt)
+
     def _needed_and_free(self, sequence: Sequence, cached_blocks: list[int]) -> tuple[int, int]:
         """Blocks that a waiting sequence needs, and those that are to be had.
 
@@ -264,12 +190,6 @@ class Scheduler:
     def _fits(self, sequence: Sequence) -> bool:
         needed, free = self._needed_and_free(sequence, self._match_prefix(sequence))
         return not self.running.full and needed <= free
-
-    def _match_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that a sequence may begin with."""
-        if not self.config.enable_kv_cache:
-            return []
-        return self.kv.match_prefix(sequence.token_ids, sequence.request.cache_salt)
 
     def _admit(
         self,
@@ -296,12 +216,6 @@ class Scheduler:
         )
         plan.admit(sequence, tuple(cached_blocks))
         self._add(sequence, num_new_tokens, allocation, plan)
-
-    def _take_slot(self, sequence: Sequence) -> None:
-        sequence.order = (self.policy.key(view(sequence)), sequence.sequence_id)
-        self.running.add(sequence)
-        if sequence.request.metrics.first_scheduled_time is None:
-            sequence.request.metrics.first_scheduled_time = self._clock()
 
     def _add(self, sequence: Sequence, num_new_tokens: int, allocation: Allocation, plan: StepPlan) -> None:
         """Give a running sequence a row. Where it completes a prompt, the samples that share the prompt join."""
@@ -349,77 +263,12 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         plan.restarted.append(sequence.slot)
 
-    # ------------------------------------------------------------------ giving slots and blocks back
-
     def _force_preemptions(self, plan: StepPlan) -> None:
         for request_id, mode in self._forced.pop(plan.step, ()):
             for sequence in self.running:
                 if sequence.request.request_id == request_id and not sequence.ending:
                     self._preempt(sequence, plan, cause=f"asked for by preempt_at({plan.step})", mode=mode)
 
-    def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str = "recompute") -> None:
-        """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again."""
-        block_ids = tuple(self._release(sequence))
-        sequence.status = Status.WAITING
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
-        sequence.request.metrics.num_preemptions += 1
-        self.waiting.push(sequence)
-        plan.preempted.append(Preemption(sequence.sequence_id, mode, block_ids))
-        self._log.add(sequence, "preempted", mode=mode, tokens=sequence.num_tokens, cause=cause, blocks=len(block_ids))
-
-    def _exhaust(self, sequence: Sequence, plan: StepPlan) -> None:
-        """End a sequence that has the pool for itself and still needs more."""
-        self._log.add(sequence, "exhausted", tokens=sequence.num_tokens, pool=self.kv.num_blocks)
-        sequence.stop_reason = f"the KV cache of {self.kv.num_blocks} blocks is full"
-        plan.exhausted.append(self._finish(sequence, "length"))
-        self._exhausted.append(sequence)
-
-    def _release(self, sequence: Sequence) -> list[int]:
-        self.running.remove(sequence)
-        return self.kv.free(sequence.sequence_id)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Finish:
-        block_ids: list[int] = []
-        if sequence.status is Status.RUNNING:
-            block_ids = self._release(sequence)
-        elif self.waiting.waits(sequence):
-            self.waiting.remove(sequence)
-        sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
-        del self.sequences[sequence.sequence_id]
-        if sequence.request.finished:
-            sequence.request.metrics.finished_time = self._clock()
-        self._log.add(sequence, "finished", tokens=len(sequence.output_token_ids), reason=reason)
-        return Finish(sequence.sequence_id, reason, tuple(block_ids))
-
-    # ------------------------------------------------------------------ learning what a step drew
-
-    def update(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> StepUpdate:
-        """Take in what a step drew: append ids, stop, free. All counting was done when the step was planned."""
-        update = StepUpdate(token_ids=[])
-        self._log.step = scheduler_output.step
-        now = self._clock()
-        for sequence_id, token_id in zip(scheduler_output.batch.sequence_ids, runner_output.token_ids, strict=True):
-            sequence = self.sequences.get(sequence_id)
-            if token_id == NO_TOKEN or sequence is None:
-                # Nothing drawn, or drawn for a sequence that turned out to have ended a step earlier: discarded.
-                update.token_ids.append(NO_TOKEN)
-                continue
-            sequence.num_tokens_in_flight -= 1
-            update.advanced.append(sequence)
-            if token_id == BAD_LOGITS:
-                update.token_ids.append(NO_TOKEN)
-                sequence.stop_reason = f"the model's logits at position {len(sequence.token_ids)} are not numbers"
-                update.finished.append(self._finish(sequence, "error"))
-                continue
-            update.token_ids.append(token_id)
-            sequence.token_ids.append(token_id)
-            sequence.token_times.append(now)
-            if sequence.request.metrics.first_token_time is None:
-                sequence.request.metrics.first_token_time = now
-            if (reason := stop(sequence, token_id, self._eos_token_ids)) is not None:
-                update.finished.append(self._finish(sequence, reason))
-        update.decisions = self._log.take()
-        self._log.step = self.step
-        return update
+    def preempt_at(self, step: int, request_id: str, mode: str = "recompute") -> None:
+        """For tests: force a preemption of a request's running samples when ``step`` is planned."""
+        self._forced.setdefault(step, []).append((request_id, mode))

@@ -1,0 +1,157 @@
+"""Lifecycle: sequences come, take a slot, give it back, and end; with every change the blocks follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from refimpl.cache.kv_cache_manager import KVCacheManager
+from refimpl.config import SchedulerConfig
+from refimpl.outputs import Arrival, Finish, Preemption
+from refimpl.request import FinishReason, Request, Sequence, Status
+from refimpl.scheduler.decisions import DecisionLog
+from refimpl.scheduler.limits import check_fits, check_queue
+from refimpl.scheduler.plan import StepPlan
+from refimpl.scheduler.policies import FirstComeFirstServed, Policy
+from refimpl.scheduler.preemption import view
+from refimpl.scheduler.request_queue import RequestQueue
+from refimpl.scheduler.running_set import RunningSet
+
+
+class Lifecycle:
+    """Who waits, who runs, and what happened since the last step. The scheduler, which is one, decides when."""
+
+    def __init__(
+        self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, clock: Callable[[], float], policy: Policy | None
+    ) -> None:
+        self.config = config
+        self.policy: Policy = policy or FirstComeFirstServed()
+        self.kv = kv_cache_manager
+        self.waiting = RequestQueue(lambda sequence: self.policy.key(view(sequence)), self.policy.dynamic)
+        self.running = RunningSet(config.max_num_seqs)
+        self.sequences: dict[int, Sequence] = {}
+        """All that have not ended, by id."""
+        self._clock = clock
+        self._log = DecisionLog(clock)
+        self._arrived: list[Arrival] = []
+        self._aborted: list[Finish] = []
+        self._exhausted: list[Sequence] = []
+        self._forked: list[tuple[Sequence, Sequence, tuple[int, ...]]] = []
+        """(parent, child, blocks shared): forks since the last step, of which the executor must be told."""
+
+    def add(self, request: Request) -> None:
+        """Put a request's samples into the queue.
+
+        Raises:
+            PromptError: it could never run, even alone.
+            QueueFullError: ``max_num_queued_reqs`` samples wait already.
+
+        """
+        check_fits(request, self.config, self.kv)
+        check_queue(request, self.config, len(self.waiting))
+        self._arrived.append(
+            Arrival(
+                request.request_id,
+                tuple(sequence.sequence_id for sequence in request.sequences),
+                tuple(request.prompt_token_ids),
+            )
+        )
+        for sequence in request.sequences:
+            self._log.add(
+                sequence,
+                "arrived",
+                prompt=sequence.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                ahead=len(self.waiting),
+            )
+            self.sequences[sequence.sequence_id] = sequence
+            if sequence.leader is None or not self.config.enable_kv_cache:
+                self.waiting.push(sequence)  # the others join when the prompt that they share is computed
+
+    def fork(self, parent: Sequence, request: Request) -> None:
+        """Add a request that goes on from where ``parent`` is, sharing its blocks; all tokens of the parent are known.
+
+        Where the parent holds no blocks, or no slot is free, the new sequence waits in the queue like any other.
+
+        Raises:
+            PromptError: nothing fits behind the parent's tokens.
+
+        """
+        assert not parent.num_tokens_in_flight, "the steps in flight were taken in"
+        check_fits(request, self.config, self.kv)
+        [child] = request.sequences
+        self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
+        self.sequences[child.sequence_id] = child
+        if parent.status is Status.RUNNING and not self.running.full and self.config.enable_kv_cache:
+            shared = self.kv.fork(parent.sequence_id, child.sequence_id)
+            child.num_computed_tokens = parent.num_computed_tokens
+            self._take_slot(child)
+            self._forked.append((parent, child, shared))
+            self._log.add(child, "forked", parent=parent.name, slot=child.slot or 0, blocks=len(shared))
+        else:
+            self._log.add(
+                child, "arrived", prompt=len(child.token_ids), max_tokens=request.max_tokens, ahead=len(self.waiting)
+            )
+            self.waiting.push(child)
+
+    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
+        """End a request's samples, wherever they are. Their blocks come back at once."""
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._aborted.append(self._finish(sequence, reason))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a sequence waits or runs."""
+        return bool(self.sequences)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something happened that no step has told yet."""
+        return bool(self._arrived or self._aborted)
+
+    def take_exhausted(self) -> list[Sequence]:
+        """The sequences that ended in planning, for want of blocks, since the last call."""
+        taken, self._exhausted = self._exhausted, []
+        return taken
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        sequence.order = (self.policy.key(view(sequence)), sequence.sequence_id)
+        self.running.add(sequence)
+        if sequence.request.metrics.first_scheduled_time is None:
+            sequence.request.metrics.first_scheduled_time = self._clock()
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str = "recompute") -> None:
+        """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again."""
+        block_ids = tuple(self._release(sequence))
+        sequence.status = Status.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.request.metrics.num_preemptions += 1
+        self.waiting.push(sequence)
+        plan.preempted.append(Preemption(sequence.sequence_id, mode, block_ids))
+        self._log.add(sequence, "preempted", mode=mode, tokens=sequence.num_tokens, cause=cause, blocks=len(block_ids))
+
+    def _exhaust(self, sequence: Sequence, plan: StepPlan) -> None:
+        """End a sequence that has the pool for itself and still needs more."""
+        self._log.add(sequence, "exhausted", tokens=sequence.num_tokens, pool=self.kv.num_blocks)
+        sequence.stop_reason = f"the KV cache of {self.kv.num_blocks} blocks is full"
+        plan.exhausted.append(self._finish(sequence, "length"))
+        self._exhausted.append(sequence)
+
+    def _release(self, sequence: Sequence) -> list[int]:
+        self.running.remove(sequence)
+        return self.kv.free(sequence.sequence_id)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Finish:
+        block_ids: list[int] = []
+        if sequence.status is Status.RUNNING:
+            block_ids = self._release(sequence)
+        elif self.waiting.waits(sequence):
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        del self.sequences[sequence.sequence_id]
+        if sequence.request.finished:
+            sequence.request.metrics.finished_time = self._clock()
+        self._log.add(sequence, "finished", tokens=len(sequence.output_token_ids), reason=reason)
+        return Finish(sequence.sequence_id, reason, tuple(block_ids))
