@@ -32,7 +32,9 @@ def _now(sequence: Sequence, num_waiting_before: dict[int, int]) -> str:
         first = f", the first {times[0] - sequence.request.metrics.arrival_time:.3f} s after arrival" if times else ""
         return f"finished with reason {sequence.finish_reason}{why}: {output} output tokens{first}"
     if sequence.status is Status.WAITING:
-        before = num_waiting_before.get(sequence.sequence_id, 0)
+        if sequence.sequence_id not in num_waiting_before:
+            return "joins when sample 0 has computed the prompt that they share"
+        before = num_waiting_before[sequence.sequence_id]
         place = "at the head of the queue" if before == 0 else f"behind {before} others"
         return f"waits {place}, with {len(sequence.token_ids)} tokens known"
     return (

@@ -356,6 +356,16 @@ def test_explain_reads_like_a_story():
     engine.close()
 
 
+def test_a_sample_that_shares_a_prompt_says_what_it_waits_for():
+    engine = make(max_num_batched_tokens=8)
+    engine.add_request("a", [1] * 20, SamplingParams(n=2, max_tokens=2, ignore_eos=True))
+    engine.step()
+    assert "now: joins when sample 0 has computed the prompt" in engine.explain("a")
+    drain(engine)
+    assert "joins when" not in engine.explain("a")
+    engine.close()
+
+
 def test_the_last_thousand_finished_requests_are_kept():
     engine = make(max_num_seqs=256, model=tiny(num_hidden_layers=1))
     for number in range(FINISHED_KEPT + 5):

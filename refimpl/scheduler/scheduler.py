@@ -42,9 +42,9 @@ class Scheduler(Lifecycle):
 
         There is no prefill phase and no decode phase. Each sequence has ``num_computed_tokens`` catching up with
         ``num_tokens``; a step gives each some new tokens to compute under one budget: many for a fresh prompt, the rest of
-        a chunk, or one for a sequence that decodes. Running sequences come first, oldest first, so decodes are never
-        held up by a prompt; what is left of the budget admits waiting ones. When blocks run out, the newest running
-        sequence gives its own back and waits.
+        a chunk, or one for a sequence that decodes. Running sequences come first, in the policy's order, so nothing that
+        waits holds up a decode; what is left of the budget admits waiting ones. When blocks run out, the running sequence
+        that the policy names (by default the newest) gives its own back and waits.
 
         Everything decided here counts as done at once: ``num_computed_tokens`` is advanced, blocks are taken. So a
         further step can be planned before this one's tokens are known.
