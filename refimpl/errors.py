@@ -8,7 +8,10 @@
     │   ├── UnsupportedModelError it is read, but it is not of a family that refimpl implements
     │   └── CheckpointError       its files are damaged, or tensors are missing, extra or misshapen
     ├── OutOfMemoryError       the weights or the KV cache do not fit the device
-    ├── PolicyError            a scheduling policy of one's own gave an answer that cannot be followed
+    ├── PartError              a replaceable part gave an answer that cannot be followed
+    │   ├── PolicyError           a scheduling policy named nobody
+    │   ├── AllocatorError        a block allocator gave a block that is not free, or too few
+    │   └── PrefixIndexError      a prefix index found what is not there, or gave back what is in use
     └── RequestError           one request is wrong; the engine and the other requests go on
         ├── QueueFullError        max_num_queued_reqs wait already; come again later
         ├── SamplingParamsError   a sampling parameter is out of its range
@@ -63,8 +66,20 @@ class OutOfMemoryError(RefimplError, MemoryError):
     """The weights or the KV cache do not fit; the message says which option to change, and to what."""
 
 
-class PolicyError(RefimplError):
+class PartError(RefimplError):
+    """A replaceable part (policy, allocator, prefix index) gave an answer that cannot be followed. What ran is ended."""
+
+
+class PolicyError(PartError):
     """A policy's answer names nobody; the message says whom it could have named."""
+
+
+class AllocatorError(PartError):
+    """A block allocator gave a block that is not free, or another number of blocks than it was asked for."""
+
+
+class PrefixIndexError(PartError):
+    """A prefix index found blocks whose tokens are others, or gave back blocks that it may not."""
 
 
 class RequestError(RefimplError, ValueError):

@@ -28,6 +28,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Block ids of each sequence, by sequence id."""
     num_computed_tokens: dict[int, int]
     """How far each running sequence is computed (or ordered to be), by sequence id."""
+    reserved_blocks: int | None = None
+    """Where each sequence has one contiguous reservation, its length."""
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -82,5 +84,10 @@ def _lengths(snapshot: Snapshot) -> Iterator[str]:
             yield f"sequence {sequence_id} does not run but has {has} blocks"
             continue
         needs = -(-computed // snapshot.block_size)
+        if snapshot.reserved_blocks is not None:
+            table = snapshot.tables.get(sequence_id, ())
+            if table != tuple(range(min(table, default=0), min(table, default=0) + snapshot.reserved_blocks)):
+                yield f"sequence {sequence_id} has blocks {table}, not {snapshot.reserved_blocks} in one run"
+            needs = max(needs, snapshot.reserved_blocks)
         if has != needs:
             yield f"sequence {sequence_id} has {has} blocks, but its {computed} computed tokens need {needs}"

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from refimpl.cache.allocators import BlockAllocator
 from refimpl.cache.auditor import Snapshot
 from refimpl.cache.block_pool import BlockPool
 from refimpl.cache.block_table import BlockTable
-from refimpl.cache.prefix_cache import Key, PrefixCache, root_key
+from refimpl.cache.prefix_cache import PrefixCache
+from refimpl.cache.prefix_index import Key
+from refimpl.cache.usage import cache_usage
+from refimpl.errors import PartError
+from refimpl.memory_report import CacheUsage
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,20 @@ class KVCacheManager:
     place. A sequence wastes at most ``block_size - 1`` slots, in its last block.
     """
 
+    can_share = True
+    """Whether a block may stand in several tables."""
+    reserved_blocks: int | None = None
+    """Length of each sequence's reservation, where there are any."""
+
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
         prefix_cache: PrefixCache | None = None,
+        allocator: BlockAllocator | None = None,
     ) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, allocator)
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache
         self._tables: dict[int, BlockTable] = {}
@@ -55,6 +66,11 @@ class KVCacheManager:
         """Blocks that could be handed out now: free ones, and cached ones that no sequence uses."""
         return self.pool.num_free + (self.prefix_cache.num_evictable if self.prefix_cache else 0)
 
+    @property
+    def num_stranded_blocks(self) -> int:
+        """Free blocks that nobody could ever be given."""
+        return 0
+
     def num_free_blocks_beside(self, cached_blocks: Sequence[int]) -> int:
         """Blocks that could be handed out once a sequence has taken these cached ones."""
         return self.num_free_blocks - (self.prefix_cache.num_unused(cached_blocks) if self.prefix_cache else 0)
@@ -68,6 +84,10 @@ class KVCacheManager:
         """Blocks that a sequence of ``num_tokens`` tokens takes."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_to_keep(self, share: float) -> int:
+        """Blocks to leave free when a sequence is admitted, so that those that run can grow."""
+        return int(share * self.num_blocks)
+
     def blocks_missing(self, sequence_id: int, num_tokens: int) -> int:
         """Blocks that a sequence still needs before it has room for ``num_tokens`` tokens, copies not counted."""
         table = self._tables.get(sequence_id)
@@ -78,6 +98,11 @@ class KVCacheManager:
         table = self._tables.get(sequence_id)
         return tuple(table.block_ids) if table else ()
 
+    def num_slots(self, sequence_id: int) -> int:
+        """Token slots of a sequence's blocks."""
+        table = self._tables.get(sequence_id)
+        return table.capacity if table else 0
+
     # ------------------------------------------------------------------ taking blocks
 
     def match_prefix(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
@@ -85,7 +110,7 @@ class KVCacheManager:
         if self.prefix_cache is None:
             return []
         most = (len(token_ids) - 1) // self.block_size
-        return self.prefix_cache.lookup(root_key(salt), token_ids, self.block_size, most)
+        return self.prefix_cache.lookup(self.prefix_cache.root(salt), token_ids, self.block_size, most)
 
     def count_query(self, num_tokens: int, num_hit_tokens: int) -> None:
         """Count a prompt's look-up in the prefix cache's statistics."""
@@ -107,9 +132,13 @@ class KVCacheManager:
         table = self._tables[sequence_id] = BlockTable(self.block_size)
         if self.prefix_cache is not None:
             self.prefix_cache.acquire(cached_blocks)
-            self._keys[sequence_id] = [root_key(salt), *self.prefix_cache.keys_of(cached_blocks)]
+            self._keys[sequence_id] = [self.prefix_cache.root(salt), *self.prefix_cache.keys_of(cached_blocks)]
         self._reference(table, cached_blocks)
-        new_blocks = self._take(missing)
+        try:
+            new_blocks = self._take(missing)
+        except PartError:
+            self.free(sequence_id)
+            raise
         self._reference(table, new_blocks)
         return Allocation(new_blocks)
 
@@ -133,13 +162,14 @@ class KVCacheManager:
             return NOTHING_NEW
         if missing + len(shared) > self.num_free_blocks:
             return None
+        taken = self._take(len(shared) + missing)
+        new_blocks = taken[len(shared) :]
         copies = []
-        for index, own in zip(shared, self._take(len(shared)), strict=True):
+        for index, own in zip(shared, taken, strict=False):
             copies.append((index, table.block_ids[index], own))
             self._ref_counts[table.block_ids[index]] -= 1
             self._ref_counts[own] = 1
             table.replace(index, own)
-        new_blocks = self._take(missing)
         self._reference(table, new_blocks)
         return Allocation(new_blocks, copies)
 
@@ -202,6 +232,18 @@ class KVCacheManager:
         for block_id in block_ids:
             self._ref_counts[block_id] += 1
 
+    def usage(self, num_computed_tokens: Mapping[int, int]) -> CacheUsage:
+        """Blocks and slots as they are used now; the argument says how far each running sequence is computed."""
+        return cache_usage(
+            {sequence_id: table.block_ids for sequence_id, table in self._tables.items()},
+            num_computed_tokens,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            num_free=self.pool.num_free,
+            num_cached=self.prefix_cache.num_evictable if self.prefix_cache else 0,
+            num_stranded=self.num_stranded_blocks,
+        )
+
     def snapshot(self, num_computed_tokens: Mapping[int, int]) -> Snapshot:
         """The state as the auditor reads it; the argument says how far each running sequence is computed."""
         return Snapshot(
@@ -212,4 +254,5 @@ class KVCacheManager:
             ref_counts={i: count for i, count in enumerate(self._ref_counts) if count},
             tables={sequence_id: tuple(table.block_ids) for sequence_id, table in self._tables.items()},
             num_computed_tokens=dict(num_computed_tokens),
+            reserved_blocks=self.reserved_blocks,
         )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sharing_support import Driver
 
 from refimpl.cache import KVCacheManager, PrefixCache
-from refimpl.cache.prefix_cache import block_key, root_key
+from refimpl.cache.chained_hash import block_key, root_key
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -72,7 +72,7 @@ def test_a_block_that_is_used_again_forgets_what_it_held():
 
 def test_other_tokens_are_a_miss_even_if_every_key_collides():
     driver = Driver()
-    driver.cache.make_key = lambda parent, tokens: b"always the same"
+    driver.cache.index.make_key = lambda parent, tokens: b"always the same"
     assert computed_for(driver, [65] * 9) == 9
     assert computed_for(driver, [321] * 9) == 9
     assert computed_for(driver, [65] * 9) <= 9
@@ -105,7 +105,7 @@ def test_salts_do_not_share_and_a_salt_is_no_tag():
 
 
 def test_keys_are_the_same_in_every_process():
-    code = "from refimpl.cache.prefix_cache import *; print(block_key(root_key('s', 't'), [1, 2, 3]).hex())"
+    code = "from refimpl.cache.chained_hash import *; print(block_key(root_key('s', 't'), [1, 2, 3]).hex())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == block_key(root_key("s", "t"), [1, 2, 3]).hex()
 
@@ -194,7 +194,7 @@ def test_the_heap_does_not_grow_with_hits():
         cache.acquire(blocks)
         for block_id in reversed(blocks):
             cache.release(block_id)
-    assert len(cache._heap) < 200
+    assert len(cache.index._heap) < 200
     assert cache.evict(5) == [5, 4, 3, 2, 1]
 
 
