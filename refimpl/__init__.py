@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from refimpl.engine import Engine
     from refimpl.events import EventLog
     from refimpl.llm import LLM
+    from refimpl.memory_report import MemoryReport
     from refimpl.models.tiny import tiny
     from refimpl.outputs import CompletionOutput, RequestOutput
     from refimpl.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ _HOMES = {
     "EngineArgs": "refimpl.config",
     "EventLog": "refimpl.events",
     "LLM": "refimpl.llm",
+    "MemoryReport": "refimpl.memory_report",
     "RequestOutput": "refimpl.outputs",
     "SamplingParams": "refimpl.sampling_params",
     "tiny": "refimpl.models.tiny",
@@ -36,6 +38,7 @@ __all__ = [
     "Engine",
     "EngineArgs",
     "EventLog",
+    "MemoryReport",
     "RequestOutput",
     "SamplingParams",
     "tiny",

@@ -16,6 +16,14 @@ from refimpl.errors import ConfigError, UnknownOptionError
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 GIB = 1024**3
+ONE_OF = {
+    "dtype": DTYPES,
+    "load_format": ("auto", "dummy"),
+    "attention_backend": ("auto", "torch"),
+    "kv_cache_manager": ("paged", "contiguous"),
+    "scheduler": ("continuous", "static"),
+}
+"""Options that are one of a few names."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ class SchedulerConfig:
     enable_kv_cache: bool
     long_prefill_token_threshold: int = 0
     max_num_queued_reqs: int | None = None
+    watermark: float = 0.0
 
 
 def _option(default: Any, text: str) -> Any:
@@ -126,8 +135,16 @@ class EngineArgs:
     )
     long_prefill_token_threshold: int = _option(0, "Most tokens of one prompt in a step, so that it starves nobody; 0: all.")
     max_num_queued_reqs: int | None = _option(None, "Refuse a request while this many samples wait.")
+    watermark: float = _option(
+        0.01, "Share of the blocks left free when a sequence is admitted, for those that run to grow."
+    )
+    scheduler: str = _option("continuous", "continuous, or static: a batch runs until all of it has ended (a baseline).")
+    static_drop_finished: bool = _option(False, "static: do not go on computing the rows that have ended.")
     enable_kv_cache: bool = _option(True, "Off: recompute every key and value in every step (the naive way).")
     enable_prefix_caching: bool = _option(True, "Keep computed blocks, for later prompts that begin alike.")
+    kv_cache_manager: str = _option("paged", "paged, or contiguous: max_model_len reserved a sequence (a baseline).")
+    block_allocator: Any = _option("first_freed_first", "first_freed_first, lowest_first; in Python also a class.")
+    prefix_index: Any = _option("chained_hash", "chained_hash, token_tree; in Python also a PrefixIndex object.")
     num_gpu_blocks_override: int | None = _option(None, "Blocks in the KV cache, whatever the memory says.")
     kv_cache_memory_bytes: int | None = _option(None, "Bytes for the KV cache, instead of a share of the memory.")
     gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
@@ -158,16 +175,20 @@ class EngineArgs:
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number of 64 bits")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len is 1; a prompt and one token to generate need 2")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enable_kv_cache", "async_scheduling"):
+        for name in (
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enable_kv_cache",
+            "static_drop_finished",
+            "async_scheduling",
+        ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "async_scheduling" and value is None):
                 raise ConfigError(f"{name} is {value!r}; it must be True or False")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format is {self.load_format!r}; it must be auto or dummy")
-        if self.attention_backend not in ("auto", "torch"):
-            raise ConfigError(f"attention_backend is {self.attention_backend!r}; it must be auto or torch")
+        for name, allowed in ONE_OF.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        self._check_baselines()
         share, space = self.gpu_memory_utilization, self.cpu_kvcache_space
         if not _is_finite(share) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1")
@@ -178,6 +199,20 @@ class EngineArgs:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, under max_num_seqs = {self.max_num_seqs}: "
                 "a step of decodes would not fit the budget; raise the first or lower the second"
             )
+
+    def _check_baselines(self) -> None:
+        if not _is_finite(self.watermark) or not 0 <= self.watermark < 1:
+            raise ConfigError(
+                f"watermark is {self.watermark!r}; it must be a number from 0 to under 1 (a share of the blocks)"
+            )
+        if self.static_drop_finished and self.scheduler != "static":
+            raise ConfigError(
+                "static_drop_finished is for scheduler='static'; the continuous one never computes finished rows"
+            )
+        if self.kv_cache_manager == "contiguous":
+            for name, default in (("block_allocator", "first_freed_first"), ("prefix_index", "chained_hash")):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"{name} is for kv_cache_manager='paged'; the contiguous one has reservations only")
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineArgs:
@@ -250,4 +285,5 @@ class EngineArgs:
             enable_kv_cache=self.enable_kv_cache,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_num_queued_reqs=self.max_num_queued_reqs,
+            watermark=self.watermark,
         )

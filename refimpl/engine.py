@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from refimpl.cache import KVCacheManager, PrefixCache, PrefixCacheStats, Violation, audit
+from refimpl.cache import PrefixCacheStats, Violation, audit, make_kv_cache_manager
+from refimpl.cache.choose import check_parts
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError, RequestError
 from refimpl.executor.device import resolve_device
@@ -22,12 +23,14 @@ from refimpl.intake import Intake
 from refimpl.interrupts import interrupts_between_steps
 from refimpl.kernels.philox import branch
 from refimpl.loading.checkpoint import open_checkpoint
+from refimpl.memory_report import MemoryReport
 from refimpl.output_processor import OutputProcessor
 from refimpl.outputs import RequestOutput
 from refimpl.recorder import Recorder
 from refimpl.request import Request, Sequence
 from refimpl.sampling_params import SamplingParams
-from refimpl.scheduler import Scheduler, StepUpdate
+from refimpl.scheduler import StepUpdate
+from refimpl.scheduler.choose import make_scheduler
 from refimpl.scheduler.policies import choose_policy
 from refimpl.step_loop import StepLoop
 
@@ -54,6 +57,7 @@ class Engine:
         self.args = args
         self.clock = clock
         policy = choose_policy(args.scheduling_policy)
+        check_parts(args)
         checkpoint = open_checkpoint(args.model)
         self.model_config = checkpoint.config
         model_limit = self.model_config.max_position_embeddings
@@ -66,15 +70,14 @@ class Engine:
             args, checkpoint, args.checked_max_model_len(model_limit), asynchronous=self._depth > 0
         )
         try:
-            cached = args.enable_prefix_caching and args.enable_kv_cache
-            kv_cache_manager = KVCacheManager(self._executor.num_blocks, args.block_size, PrefixCache() if cached else None)
-            config = args.scheduler_config(model_limit, kv_cache_manager.capacity)
+            config = args.scheduler_config(model_limit, self._executor.num_blocks * args.block_size)
+            kv_cache_manager = make_kv_cache_manager(args, self._executor.num_blocks, config.max_model_len)
         except BaseException:
             self._executor.close()
             raise
         if config.max_model_len < (args.max_model_len or model_limit):
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
-        self.scheduler = Scheduler(config, kv_cache_manager, self.model_config.eos_token_ids, clock, policy)
+        self.scheduler = make_scheduler(args, config, kv_cache_manager, self.model_config.eos_token_ids, clock, policy)
         self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args.seed, clock)
         self._processor = OutputProcessor(self.tokenizer)
         self._recorder = Recorder(
@@ -293,11 +296,22 @@ class Engine:
         with self._lock:
             self.scheduler.kv.reset_prefix_cache()
 
+    def memory_report(self) -> MemoryReport:
+        """Weights and KV cache in bytes: used, wasted, cached, free, and the same sequences in a contiguous cache."""
+        with self._lock:
+            self._check_open()
+            return MemoryReport(
+                device=self._executor.device_name,
+                weight_bytes=self._executor.weight_bytes,
+                block_bytes=self._executor.block_bytes,
+                max_model_len=self.scheduler.config.max_model_len,
+                usage=self.scheduler.usage(),
+            )
+
     def audit(self) -> list[Violation]:
         """Check the cache's books from the outside; empty when all is right."""
         with self._lock:
-            running = {s.sequence_id: s.num_computed_tokens for s in self.scheduler.running}
-            return audit(self.scheduler.kv.snapshot(running))
+            return audit(self.scheduler.snapshot())
 
     def close(self) -> None:
         """Abort what is unfinished and give threads and memory back. May be called twice."""

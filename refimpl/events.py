@@ -226,7 +226,9 @@ def _open(path: Path, mode: str) -> IO[Any]:
 DECISION_TEXTS = {
     "arrived": "arrives with {prompt} prompt tokens, wants at most {max_tokens} more; {ahead} waiting before it",
     "waits_blocks": "waits: needs {needed} block(s), {free} free",
+    "waits_watermark": "waits: needs {needed} block(s), {free} free beside the {kept} that are kept for those that run",
     "waits_slot": "waits: all {slots} slots are taken",
+    "waits_batch": "waits: a static batch runs to its end, {running} sequence(s) still",
     "waits_budget": "waits: the step's budget of {budget} tokens is spent",
     "waits_update": "pauses: the pool is empty, and a token in flight may be about to free blocks",
     "admitted": "is admitted to slot {slot}: {new} of its {total} tokens in this step, {blocks} new block(s)",
@@ -238,6 +240,7 @@ DECISION_TEXTS = {
     "decoding": "is computed up to its last token; from here one token a step",
     "preempted": "is preempted ({mode}) and waits with its {tokens} tokens: {cause}; {blocks} block(s) freed",
     "exhausted": "ends: it runs alone and its {tokens} tokens fill the whole pool of {pool} blocks",
+    "left_batch": "leaves the static batch: {tokens} token(s) were computed after its end, for nobody",
     "finished": "ends after {tokens} output tokens: {reason}",
 }
 """The sentence of each kind of decision; its fields are the decision's numbers."""

@@ -15,6 +15,7 @@ from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RequestError
 from refimpl.interrupts import interrupts_between_steps
+from refimpl.memory_report import MemoryReport
 from refimpl.outputs import RequestOutput
 from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.tokenizer import Message, Tokenizer
@@ -96,6 +97,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
+
+    def memory_report(self) -> MemoryReport:
+        """What the memory holds: weights and KV cache, used, wasted, cached and free; ``print`` shows it as a table."""
+        return self.engine.memory_report()
 
     def close(self) -> None:
         """Give threads and memory back. May be called twice."""

@@ -90,7 +90,10 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finish(msgspec.Struct, frozen=True, gc=False):
-    """A sequence ended, with the blocks that it gave back."""
+    """A sequence ended, with the blocks that it gave back.
+
+    One of a static batch ends twice: for its user, without blocks, and with them when its row leaves the batch.
+    """
 
     sequence_id: int
     reason: str
@@ -135,7 +138,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """Ended between the last step and this one, before this one took any blocks."""
     preempted: tuple[Preemption, ...] = ()
     exhausted: tuple[Finish, ...] = ()
-    """Ended in planning this step: alone, and the pool has no block left for it."""
+    """Ended in planning this step: alone, and the pool has no block left for it; or padding that left a static batch."""
     prefix_hits: tuple[PrefixHit, ...] = ()
     forks: tuple[tuple[int, int], ...] = ()
     """(parent sequence, child sequence): from here on they share all blocks until one writes."""

@@ -14,6 +14,11 @@ class Executor(Protocol):
 
     num_blocks: int
     """Usable blocks of its KV cache."""
+    block_bytes: int
+    """Bytes of one of them, over all layers."""
+    weight_bytes: int
+    device_name: str
+    """Where it computes, for people."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step. It may be computed now or later; a failure arrives with the future."""

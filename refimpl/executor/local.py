@@ -36,6 +36,9 @@ class LocalExecutor:
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int, asynchronous: bool) -> None:
         self.device = resolve_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
+        self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
+        self.weight_bytes = checkpoint.config.num_parameters * self.dtype.itemsize
+        self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
         self._check_room_for_weights(checkpoint)
         try:
             model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed)
@@ -54,7 +57,7 @@ class LocalExecutor:
             if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
                 raise
             raise OutOfMemoryError(
-                f"{checkpoint.name} needs {checkpoint.config.num_parameters * self.dtype.itemsize / GIB:.2f} GiB for its "
+                f"{checkpoint.name} needs {self.weight_bytes / GIB:.2f} GiB for its "
                 f"weights in {args.dtype} beside its KV cache, which {self.device} does not have: {error}"
             ) from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="refimpl-step") if asynchronous else None
@@ -62,7 +65,7 @@ class LocalExecutor:
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
-        needed = checkpoint.config.num_parameters * self.dtype.itemsize
+        needed = self.weight_bytes
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_host_memory()
         if needed > free:
             raise OutOfMemoryError(

@@ -21,6 +21,8 @@ class ModelFreeExecutor:
 
     def __init__(self, num_blocks: int, vocab_size: int = 32_000, first_token: int = 1_000) -> None:
         self.num_blocks = num_blocks
+        self.block_bytes = self.weight_bytes = 0
+        self.device_name = "no model"
         self._first_token = first_token
         self._num_drawable = vocab_size - first_token
         self._paths: dict[int, int] = {}

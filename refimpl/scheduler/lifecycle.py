@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from refimpl.cache.auditor import Snapshot
 from refimpl.cache.kv_cache_manager import KVCacheManager
 from refimpl.config import SchedulerConfig
+from refimpl.memory_report import CacheUsage
 from refimpl.outputs import Arrival, Finish, Preemption
 from refimpl.request import FinishReason, Request, Sequence, Status
 from refimpl.scheduler.decisions import DecisionLog
@@ -27,6 +29,8 @@ class Lifecycle:
         self.policy: Policy = policy or FirstComeFirstServed()
         self.kv = kv_cache_manager
         self.waiting = RequestQueue(lambda sequence: self.policy.key(view(sequence)), self.policy.dynamic)
+        self.can_share = config.enable_kv_cache and kv_cache_manager.can_share
+        """Whether samples of one prompt and forks share blocks; otherwise each computes its own."""
         self.running = RunningSet(config.max_num_seqs)
         self.sequences: dict[int, Sequence] = {}
         """All that have not ended, by id."""
@@ -64,7 +68,7 @@ class Lifecycle:
                 ahead=len(self.waiting),
             )
             self.sequences[sequence.sequence_id] = sequence
-            if sequence.leader is None or not self.config.enable_kv_cache:
+            if sequence.leader is None or not self.can_share:
                 self.waiting.push(sequence)  # the others join when the prompt that they share is computed
 
     def fork(self, parent: Sequence, request: Request) -> None:
@@ -81,7 +85,7 @@ class Lifecycle:
         [child] = request.sequences
         self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
         self.sequences[child.sequence_id] = child
-        if parent.status is Status.RUNNING and not self.running.full and self.config.enable_kv_cache:
+        if parent.status is Status.RUNNING and not self.running.full and self.can_share:
             shared = self.kv.fork(parent.sequence_id, child.sequence_id)
             child.num_computed_tokens = parent.num_computed_tokens
             self._take_slot(child)
@@ -109,6 +113,17 @@ class Lifecycle:
         """Whether something happened that no step has told yet."""
         return bool(self._arrived or self._aborted)
 
+    def usage(self) -> CacheUsage:
+        """How the KV cache is used now."""
+        return self.kv.usage(self._num_computed_tokens())
+
+    def snapshot(self) -> Snapshot:
+        """The cache's books, for the auditor."""
+        return self.kv.snapshot(self._num_computed_tokens())
+
+    def _num_computed_tokens(self) -> dict[int, int]:
+        return {sequence.sequence_id: sequence.num_computed_tokens for sequence in self.running}
+
     def take_exhausted(self) -> list[Sequence]:
         """The sequences that ended in planning, for want of blocks, since the last call."""
         taken, self._exhausted = self._exhausted, []
@@ -122,6 +137,7 @@ class Lifecycle:
 
     def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str = "recompute") -> None:
         """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again."""
+        plan.withdraw(sequence)
         block_ids = tuple(self._release(sequence))
         sequence.status = Status.WAITING
         sequence.num_computed_tokens = 0
@@ -143,11 +159,16 @@ class Lifecycle:
         return self.kv.free(sequence.sequence_id)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Finish:
+        """End a sequence wherever it is; its blocks and its slot come back."""
         block_ids: list[int] = []
         if sequence.status is Status.RUNNING:
             block_ids = self._release(sequence)
         elif self.waiting.waits(sequence):
             self.waiting.remove(sequence)
+        return self._end(sequence, reason, block_ids)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, block_ids: list[int]) -> Finish:
+        """Say that nothing more comes of a sequence."""
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self.sequences[sequence.sequence_id]

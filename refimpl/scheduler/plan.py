@@ -84,6 +84,12 @@ class StepPlan:
         if shared_blocks:
             self.new_blocks.append(NewBlocks(sequence.slot, shared_blocks))
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Forget that a sequence was admitted in this step: a fork that gives way before its first row."""
+        self.admitted = [admission for admission in self.admitted if admission.sequence_id != sequence.sequence_id]
+        self.new_blocks = [blocks for blocks in self.new_blocks if blocks.slot != sequence.slot]
+        self.forks = [(parent, child) for parent, child in self.forks if child != sequence.sequence_id]
+
     def freeze(
         self, last: Batch, arrived: list[Arrival], aborted: list[Finish], decisions: list[Decision]
     ) -> SchedulerOutput:

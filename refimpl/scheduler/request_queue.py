@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from refimpl.request import Sequence
@@ -39,6 +39,15 @@ class RequestQueue:
         while self._heap and self._heap[0][1] not in self._members:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
+
+    def head_of(self, sequence_ids: Iterable[int]) -> Sequence | None:
+        """The one of these sequences whose turn comes first; None if none of them waits. O(their number)."""
+        waiting = [self._members[sequence_id] for sequence_id in sequence_ids if sequence_id in self._members]
+        return min(waiting, key=self._order, default=None)
+
+    def first(self, count: int) -> list[Sequence]:
+        """The ``count`` sequences whose turn comes first, in order. O(n)."""
+        return heapq.nsmallest(count, self._members.values(), key=self._order)
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence, wherever it stands."""

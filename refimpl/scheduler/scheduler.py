@@ -130,8 +130,7 @@ class Scheduler(Lifecycle):
 
     def _make_room(self, sequence: Sequence, num_new_tokens: int, plan: StepPlan) -> Allocation | None:
         """Take the blocks for a running sequence's new tokens, from newer sequences if need be; None: not in this step."""
-        computed = sequence.num_computed_tokens if self.config.enable_kv_cache else 0
-        while (allocation := self.kv.allocate(sequence.sequence_id, computed, computed + num_new_tokens)) is None:
+        while (allocation := self._allocate(sequence, num_new_tokens)) is None:
             victim = choose_victim(self.running, set(plan.sequence_ids), self.policy)
             if victim is not sequence:
                 self._preempt(victim, plan, cause=f"{sequence.name} needs a block and goes first")
@@ -146,8 +145,12 @@ class Scheduler(Lifecycle):
             return None
         return allocation
 
+    def _allocate(self, sequence: Sequence, num_new_tokens: int) -> Allocation | None:
+        computed = sequence.num_computed_tokens if self.config.enable_kv_cache else 0
+        return self.kv.allocate(sequence.sequence_id, computed, computed + num_new_tokens)
+
     def _admit_waiting(self, plan: StepPlan) -> None:
-        while (sequence := self.waiting.head()) is not None:
+        while (sequence := self._next_to_admit()) is not None:
             if sequence.num_tokens_in_flight:
                 return None  # preempted with a token in flight: its id must be known before it is computed again
             if self.running.full:
@@ -159,7 +162,7 @@ class Scheduler(Lifecycle):
                 return self._log.wait(sequence, "waits_budget", budget=self.config.max_num_batched_tokens)
             needed, free = self._needed_and_free(sequence, cached_blocks)
             if needed > free:
-                return self._log.wait(sequence, "waits_blocks", needed=needed, free=max(0, free))
+                return self._wait_for_blocks(sequence, needed, max(0, free))
             allocation = self.kv.admit(
                 sequence.sequence_id,
                 sequence.num_computed_tokens + num_new_tokens,
@@ -170,6 +173,9 @@ class Scheduler(Lifecycle):
             self.waiting.remove(sequence)
             self._admit(sequence, num_new_tokens, allocation, plan, cached_blocks)
         return None
+
+    def _next_to_admit(self) -> Sequence | None:
+        return self.waiting.head()
 
     def _match_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks that a sequence may begin with."""
@@ -185,7 +191,17 @@ class Scheduler(Lifecycle):
         """
         promised = sum(self.kv.blocks_missing(other.sequence_id, other.num_tokens) for other in self.running)
         needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
-        return needed, self.kv.num_free_blocks_beside(cached_blocks) - promised
+        return needed, self.kv.num_free_blocks_beside(cached_blocks) - promised - self._watermark()
+
+    def _watermark(self) -> int:
+        """Blocks that stay free at an admission, for those that run: without them, the newest would soon be preempted."""
+        return self.kv.blocks_to_keep(self.config.watermark) if len(self.running) else 0
+
+    def _wait_for_blocks(self, sequence: Sequence, needed: int, free: int) -> None:
+        if kept := self._watermark():
+            self._log.wait(sequence, "waits_watermark", needed=needed, free=free, kept=kept)
+        else:
+            self._log.wait(sequence, "waits_blocks", needed=needed, free=free)
 
     def _fits(self, sequence: Sequence) -> bool:
         needed, free = self._needed_and_free(sequence, self._match_prefix(sequence))
@@ -235,7 +251,8 @@ class Scheduler(Lifecycle):
             self._log.add(sequence, "chunked", new=num_new_tokens, left=left)
         elif before < sequence.num_prompt_tokens and self.config.enable_kv_cache:
             self._log.add(sequence, "decoding")
-            self._admit_siblings(sequence, plan)
+            if self.can_share:
+                self._admit_siblings(sequence, plan)
 
     def _admit_siblings(self, leader: Sequence, plan: StepPlan) -> None:
         """The other samples of a request join as soon as their prompt is computed, each with all of its blocks shared.
@@ -266,7 +283,7 @@ class Scheduler(Lifecycle):
     def _force_preemptions(self, plan: StepPlan) -> None:
         for request_id, mode in self._forced.pop(plan.step, ()):
             for sequence in self.running:
-                if sequence.request.request_id == request_id and not sequence.ending:
+                if sequence.request.request_id == request_id and not sequence.finished and not sequence.ending:
                     self._preempt(sequence, plan, cause=f"asked for by preempt_at({plan.step})", mode=mode)
 
     def preempt_at(self, step: int, request_id: str, mode: str = "recompute") -> None:

@@ -118,3 +118,15 @@ def test_preempting_one_of_two_sharers_leaves_the_other_its_blocks(depth):
     driver.run()
     assert sum(len(output.preempted) for output in driver.outputs) >= 1
     assert request.finished
+
+
+def test_a_fork_that_is_preempted_in_its_first_step_leaves_its_slot_to_a_sample_that_joins():
+    """The parent needs a block, so the fork gives way; then a prompt is complete, and its second sample takes the slot."""
+    driver = Driver(num_blocks=4, block_size=4, max_num_seqs=3, long_prefill_token_threshold=5)
+    parent = driver.add([1] * 5)
+    driver.add([4] * 6, n=2)
+    driver.step()
+    fork = driver.fork(parent.sequences[0])
+    [preempted] = driver.step().preempted
+    assert preempted.sequence_id == fork.sequences[0].sequence_id
+    driver.run()

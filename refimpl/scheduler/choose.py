@@ -1,0 +1,27 @@
+"""From options to a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from refimpl.cache.kv_cache_manager import KVCacheManager
+from refimpl.config import EngineArgs, SchedulerConfig
+from refimpl.scheduler.policies import Policy
+from refimpl.scheduler.scheduler import Scheduler
+from refimpl.scheduler.static import StaticScheduler
+
+
+def make_scheduler(
+    args: EngineArgs,
+    config: SchedulerConfig,
+    kv_cache_manager: KVCacheManager,
+    eos_token_ids: tuple[int, ...],
+    clock: Callable[[], float],
+    policy: Policy,
+) -> Scheduler:
+    """The continuous scheduler, or the static baseline. ``clock`` counts seconds."""
+    if args.scheduler == "static":
+        return StaticScheduler(
+            config, kv_cache_manager, eos_token_ids, clock, policy, drop_finished=args.static_drop_finished
+        )
+    return Scheduler(config, kv_cache_manager, eos_token_ids, clock, policy)
