@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never asks the Hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import counts
 import pytest
 import torch
 
@@ -19,6 +20,12 @@ def pytest_collection_finish():
 def pytest_sessionfinish():
     """What is frozen would never be freed, and bindings that count their objects complain at the exit."""
     gc.unfreeze()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the proofs were put through, in figures."""
+    if line := counts.summary():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

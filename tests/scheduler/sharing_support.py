@@ -1,16 +1,25 @@
 """The real scheduler and manager under the shadow executor: every level of the audit after each call."""
 
+import contextlib
 import hashlib
+import itertools
 
-from scheduler_support import books, make_request
+from counts import COUNTS
+from scheduler_support import make_request
 
-from refimpl.cache import KVCacheManager, PrefixCache
+from refimpl.cache import audit, make_kv_cache_manager
 from refimpl.cache.shadow import ShadowExecutor
-from refimpl.config import SchedulerConfig
+from refimpl.config import EngineArgs
+from refimpl.errors import RequestError
 from refimpl.kernels.philox import ROOT_PATH, branch
-from refimpl.scheduler import Scheduler
+from refimpl.outputs import NO_TOKEN
+from refimpl.recorder import Recorder
+from refimpl.scheduler import StepUpdate
+from refimpl.scheduler.choose import make_scheduler
+from refimpl.scheduler.policies import choose_policy
 
 EOS = 0
+LOG_CAPACITY = 10_000
 
 
 def draw(path, token_ids):
@@ -29,88 +38,148 @@ def expected_output(path, prompt, max_tokens):
 
 
 class Driver:
-    """Adds, forks, aborts, preempts and steps; asserts after each that all three levels are clean."""
+    """Adds, forks, aborts, preempts and steps; asserts after each that all three levels are clean. Keeps an event log."""
 
-    def __init__(self, num_blocks=20, block_size=4, depth=0, prefix_cache=True, **limits):
-        config = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": num_blocks * block_size} | limits
-        config = SchedulerConfig(enable_chunked_prefill=True, enable_kv_cache=True, **config)
-        self.cache = PrefixCache() if prefix_cache else None
-        self.kv = KVCacheManager(num_blocks, block_size, self.cache)
-        self.scheduler = Scheduler(config, self.kv, (EOS,), lambda: 0.0)
+    def __init__(self, num_blocks=20, block_size=4, depth=0, prefix_cache=True, **options):
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": num_blocks * block_size, "watermark": 0}
+        args = EngineArgs(block_size=block_size, enable_prefix_caching=prefix_cache, **limits | options)
+        config = args.scheduler_config(args.max_model_len, num_blocks * block_size)
+        ticks = itertools.count()
+
+        def clock():
+            return float(next(ticks))
+
+        self.kv = make_kv_cache_manager(args, num_blocks, config.max_model_len)
+        self.cache = self.kv.prefix_cache
+        self.scheduler = make_scheduler(args, config, self.kv, (EOS,), clock, choose_policy(args.scheduling_policy))
         self.executor = ShadowExecutor(block_size, draw)
+        self.recorder = Recorder("shadow", config, self.kv, depth > 0, LOG_CAPACITY, clock, str)
         self.depth = depth
         self.in_flight = []
+        self.not_recorded = {}
+        """By step: what was planned, and when, of steps whose tokens were not taken in."""
         self.requests = {}
         self.outputs = []
         self.next_sequence = 0
+        self.num_calls = self.num_audits = 0
 
-    def add(self, prompt, max_tokens=6, n=1, salt=None):
+    @contextlib.contextmanager
+    def called(self):
+        """A call from outside. Followed or refused, it leaves clean books."""
+        self.num_calls += 1
+        COUNTS["calls"] += 1
+        try:
+            yield
+        except RequestError:
+            self.check()
+            raise
+        self.check()
+
+    def add(self, prompt, max_tokens=6, n=1, salt=None, priority=0, user=None):
         request = make_request(str(len(self.requests)), list(prompt), max_tokens, n, self.next_sequence)
-        request.cache_salt = salt
+        request.cache_salt, request.priority, request.user = salt, priority, user
         for sequence in request.sequences:
             sequence.path = branch(ROOT_PATH, sequence.index)
-        self.scheduler.add(request)
-        return self._accept(request)
+        with self.called():
+            self.scheduler.add(request)
+            return self._accept(request)
 
     def fork(self, parent, max_tokens=6):
-        while self.in_flight:
-            self.take_in()
-        if parent.finished:
-            return None
-        max_tokens = min(max_tokens, self.scheduler.config.max_model_len - len(parent.token_ids))
-        request = make_request(str(len(self.requests)), list(parent.token_ids), max_tokens, 1, self.next_sequence)
-        request.cache_salt = parent.request.cache_salt
-        request.sequences[0].path = branch(parent.path, parent.num_forks)
-        parent.num_forks += 1
-        self.scheduler.fork(parent, request)
-        return self._accept(request)
+        """As the engine does: all tokens of the parent must be known. None if it ends with one of them."""
+        with self.called():
+            while self.in_flight:
+                self.take_in()
+            if parent.finished:
+                return None
+            max_tokens = min(max_tokens, self.scheduler.config.max_model_len - len(parent.token_ids))
+            request = make_request(str(len(self.requests)), list(parent.token_ids), max_tokens, 1, self.next_sequence)
+            request.cache_salt, request.priority = parent.request.cache_salt, parent.request.priority
+            request.user = parent.request.user
+            request.sequences[0].path = branch(parent.path, parent.num_forks)
+            self.scheduler.fork(parent, request)
+            parent.num_forks += 1
+            return self._accept(request)
 
     def _accept(self, request):
         self.next_sequence += len(request.sequences)
         self.requests[request.request_id] = request
-        self.check()
         return request
 
     def abort(self, request):
-        self.scheduler.abort(request)
-        self.check()
+        with self.called():
+            self.scheduler.abort(request)
+
+    def preempt(self, request):
+        """When the next step is planned."""
+        with self.called():
+            self.scheduler.preempt_at(self.scheduler.step, request.request_id)
+
+    def reset(self):
+        with self.called():
+            self.kv.reset_prefix_cache()
 
     def step(self):
-        output = self.scheduler.schedule()
-        self.outputs.append(output)
-        self.check()
-        if not output.empty:
-            self.in_flight.append((output, self.executor.run(output)))
-        if self.in_flight and (len(self.in_flight) > self.depth or output.empty):
-            self.take_in()
-        self.check()
-        return output
+        with self.called():
+            output = self.scheduler.schedule()
+            self.not_recorded[output.step] = output, self.recorder.plan_time(self.scheduler)
+            self.outputs.append(output)
+            self.check()
+            if output.empty:
+                self.record(output, StepUpdate([]))
+            else:
+                self.in_flight.append((output, self.executor.run(output)))
+            if self.in_flight and (len(self.in_flight) > self.depth or output.empty):
+                self.take_in()
+            return output
 
     def take_in(self):
-        self.scheduler.update(*self.in_flight.pop(0))
+        output, drawn = self.in_flight.pop(0)
+        self.record(output, self.scheduler.update(output, drawn))
+
+    def record(self, output, update):
+        _, planned = self.not_recorded.pop(output.step)
+        self.recorder.record(output, update, planned)
 
     def check(self):
-        assert books(self.scheduler) == []
-        assert self.executor.violations == []
-        if self.cache is not None:
-            assert len(self.cache) <= self.kv.num_blocks
+        """All three levels, and the count of free blocks, which the scheduler goes by."""
+        snapshot = self.scheduler.snapshot()
+        wrong = audit(snapshot) + self.executor.violations
+        assert not wrong, "; ".join(str(getattr(violation, "text", violation)) for violation in wrong)
+        counted = self.kv.num_free_blocks + self.kv.num_stranded_blocks
+        free = len(snapshot.free_ids) + len(snapshot.cached_ids)
+        assert counted == free, f"{counted} blocks count as free, and {free} are"
+        assert self.cache is None or len(self.cache) <= self.kv.num_blocks
+        self.num_audits += 1
+        COUNTS["audits"] += 1
 
     def run(self, max_steps=3000):
+        """Step until nothing is left; then every sequence has the tokens that it would have had alone."""
         for _ in range(max_steps):
             self.step()
             if not self.scheduler.has_unfinished and not self.in_flight:
                 break
         else:
             raise AssertionError(f"not done after {max_steps} steps")
-        assert self.kv.num_free_blocks == self.kv.num_blocks
+        assert self.kv.num_free_blocks + self.kv.num_stranded_blocks == self.kv.num_blocks
         for request in self.requests.values():
             for sequence in request.sequences:
+                got = sequence.output_token_ids
                 wanted = expected_output(sequence.path, request.prompt_token_ids, request.max_tokens)
                 if sequence.finish_reason == "abort":
-                    assert sequence.output_token_ids == wanted[: len(sequence.output_token_ids)]
-                else:
-                    assert sequence.output_token_ids == wanted, (request.request_id, sequence.index)
+                    wanted = wanted[: len(got)]
+                assert got == wanted, f"sequence {sequence.sequence_id} drew {got}, not {wanted}"
         return self
+
+    def save_trace(self, path, failure):
+        """Save the event log of a failure, with the step at which it stood still; ``failure`` is told in the header."""
+        if self.scheduler.has_news:  # what no step has told yet, in a last one
+            with contextlib.suppress(Exception):
+                output = self.scheduler.schedule()
+                self.not_recorded[output.step] = output, self.recorder.plan_time(self.scheduler)
+        for output, _ in list(self.not_recorded.values()):
+            self.record(output, StepUpdate([NO_TOKEN] * len(output.batch.slots)))
+        self.recorder.events.header.config["failure"] = failure
+        self.recorder.events.save(path)
 
     @property
     def copies(self):
