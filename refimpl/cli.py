@@ -5,16 +5,15 @@ Importing this file, and ``refimpl --help``, import no torch: each command loads
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from refimpl.bench.commands import bench
+from refimpl.cli_options import with_engine_options
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError
 
@@ -24,7 +23,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -59,35 +57,6 @@ def _fail_usage(error: Any) -> NoReturn:
 def _fail(message: str, code: int) -> NoReturn:
     print(f"refimpl: {message}", file=sys.stderr)
     sys.exit(code)
-
-
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for every field of EngineArgs to a command that takes ``engine_options`` as a dict."""
-    hints = get_type_hints(command, include_extras=True)
-    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
-    own = [p for p in own if p.name != "engine_options"]
-    types = get_type_hints(EngineArgs)
-    engine = []
-    for field in dataclasses.fields(EngineArgs):
-        kind = str if types[field.name] is Any else types[field.name]
-        flag = f"--{field.name.replace('_', '-')}"
-        names = [f"{flag}/--no-{flag[2:]}"] if kind in (bool, bool | None) else [flag]
-        option = typer.Option(*names, help=field.metadata["help"], rich_help_panel="Engine options")
-        engine.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
-            )
-        )
-
-    def wrapped(**arguments: Any) -> None:
-        engine_options = {parameter.name: arguments.pop(parameter.name) for parameter in engine}
-        command(**arguments, engine_options=engine_options)
-
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + engine
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
-    return wrapped
 
 
 @app.command()
@@ -247,62 +216,3 @@ def pull(
         print(embedded_checkpoint_folder())
     else:
         print(hub_checkpoint_folder(str(model)))
-
-
-@bench.command()
-@with_engine_options
-def recompute(
-    *,
-    context: Annotated[int, typer.Option(help="Measure the steps after this many tokens of context.")] = 504,
-    steps: Annotated[int, typer.Option(help="How many steps to measure.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Times that both sides run, in turn.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")] = None,
-    engine_options: dict[str, Any],
-) -> None:
-    """A decode step with the KV cache beside one that recomputes everything: FLOPs counted, time measured."""
-    from refimpl.bench.recompute import run
-    from refimpl.bench.result import report_result
-
-    report_result(run(engine_options, context=context, steps=steps, repeats=repeats), as_json, save)
-
-
-@bench.command()
-@with_engine_options
-def sharing(
-    *,
-    repeats: Annotated[int, typer.Option(help="Times that both sides of the prefix cache run, in turn.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")] = None,
-    engine_options: dict[str, Any],
-) -> None:
-    """Blocks that samples of one prompt share, and the time to a first token behind a cached prefix."""
-    from refimpl.bench.result import report_result
-    from refimpl.bench.sharing import run
-
-    report_result(run(engine_options, repeats=repeats), as_json, save)
-
-
-@bench.command()
-def scheduler(
-    *,
-    steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 500,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")] = None,
-) -> None:
-    """What planning a step costs for 256 sequences that decode, without a model."""
-    from refimpl.bench.result import report_result
-    from refimpl.bench.scheduler import run
-
-    report_result(run(steps=steps), as_json, save)
-
-
-@bench.command()
-def report(
-    readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
-) -> None:
-    """Render the README's tables from the result files that are kept in the package."""
-    from refimpl.bench.report import render_file
-
-    changed = render_file(readme)
-    print(f"{readme}: {'tables updated' if changed else 'nothing to change'}", file=sys.stderr)

@@ -64,10 +64,12 @@ def render_file(path: Path) -> bool:
     return before != after
 
 
-def _caption(result: dict[str, Any]) -> str:
+def caption(result: dict[str, Any]) -> str:
+    """The command and what it ran on."""
     s = result["setting"]
     versions = ", ".join(f"{name} {number}" for name, number in s["versions"].items())
-    return f"\n`{s['command']}` — {s['hardware']}, {s['model']} in {s['dtype']}, {versions}, {s['date']}.\n"
+    model = s["model"] if s["model"] == "no model" else f"{s['model']} in {s['dtype']}"
+    return f"\n`{s['command']}` — {s['hardware']}, {model}, {versions}, {s['date']}.\n"
 
 
 def _recompute(result: dict[str, Any]) -> str:
@@ -79,7 +81,7 @@ def _recompute(result: dict[str, Any]) -> str:
     ]
     head = f"| {result['setting']['workload']} | GFLOP a step | ms a step, median (range) |\n|---|---|---|\n"
     ratio = f"| ratio | {r['flops_ratio']:,.0f} | {r['time_ratio']:,.1f} |\n"
-    return head + "\n".join(rows) + "\n" + ratio + _caption(result)
+    return head + "\n".join(rows) + "\n" + ratio + caption(result)
 
 
 def _sharing(result: dict[str, Any]) -> str:
@@ -91,9 +93,57 @@ def _sharing(result: dict[str, Any]) -> str:
         f"{r['own_blocks']} (unshared: {r['unshared_blocks']}) |\n"
         f"| a prompt of {r['prompt_tokens']:,} tokens, 1,500 of them cached: tokens computed | {r['computed_tokens']} |\n"
         f"| its time to the first token, not cached and cached | {cold:.2f} s, {cached:.2f} s ({r['ttft_ratio']:.1f}×) |\n"
-        + _caption(result)
+        + caption(result)
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"recompute": _recompute, "sharing": _sharing}
+def _memory(result: dict[str, Any]) -> str:
+    paged, contiguous = result["results"]["paged"], result["results"]["contiguous"]
+    rows = [
+        ("slot-time that holds a token", f"{contiguous['use']:.1%}", f"{paged['use']:.2%}"),
+        ("slot-time wasted", f"{contiguous['waste']:.1%}", f"{paged['waste']:.2%}"),
+        ("most slots that one sequence wasted", f"{contiguous['most_wasted_slots']:,}", f"{paged['most_wasted_slots']}"),
+        ("sequences at once, peak", f"{contiguous['peak_sequences']}", f"{paged['peak_sequences']}"),
+        ("sequences at once, on average", f"{contiguous['mean_sequences']:.0f}", f"{paged['mean_sequences']:.0f}"),
+        ("steps", f"{contiguous['steps']:,}", f"{paged['steps']:,}"),
+        ("preemptions", f"{contiguous['preemptions']}", f"{paged['preemptions']}"),
+    ]
+    head = f"{result['setting']['workload']}:\n\n| | contiguous | paged |\n|---|---|---|\n"
+    return head + "".join("| " + " | ".join(row) + " |\n" for row in rows) + caption(result)
+
+
+def _batching(result: dict[str, Any]) -> str:
+    r = result["results"]
+    sides = "".join(
+        f"| {name} | {side['steps']:,} | {side['seconds']:,.0f} | {side['tokens_per_second']:,.0f} | "
+        f"{r['sides']['static']['seconds'] / side['seconds']:.2f} |\n"
+        for name, side in r["sides"].items()
+    )
+    shares = "".join(
+        f"| {row['share_of_short']:.0%} | {row['static_steps']:,} | {row['continuous_steps']:,} | {row['ratio']:.2f} | "
+        f"{row['ceiling']:.2f} |\n"
+        for row in r["by_share"]
+    )
+    return (
+        f"{result['setting']['workload']}; the ceiling, longest over mean answer, is {r['ceiling']:.2f}:\n\n"
+        f"| | steps | seconds | tokens/s | ratio |\n|---|---|---|---|---|\n{sides}\n"
+        "Other mixes at full length (50 and 2,000), counted in steps without a model:\n\n"
+        f"| short answers | static | continuous | ratio | ceiling |\n|---|---|---|---|---|\n{shares}" + caption(result)
+    )
+
+
+def _scheduler(result: dict[str, Any]) -> str:
+    rows = "".join(
+        f"| {name} | {figures['median_ms']:.2f} | {figures['p99_ms']:.1f} |\n" for name, figures in result["results"].items()
+    )
+    return "| 256 sequences that decode | ms a step, median | 99th percentile |\n|---|---|---|\n" + rows + caption(result)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "recompute": _recompute,
+    "sharing": _sharing,
+    "memory": _memory,
+    "batching": _batching,
+    "scheduler": _scheduler,
+}
 """How each topic's result becomes a Markdown table."""

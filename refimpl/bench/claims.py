@@ -1,0 +1,216 @@
+"""The claims page: what a widely read article says makes inference fast, what we measured, and whether it holds.
+
+``refimpl bench report`` writes it from the result files that are kept in the package. A row is a :class:`Claim`; its figure
+and verdict are computed from a result, or are arithmetic over a model's shape, so the page cannot say what was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refimpl.bench.report import caption, newest_results
+from refimpl.config import GIB, ModelConfig, RopeConfig
+from refimpl.errors import RefimplError
+
+LLAMA_3_70B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=8_192,
+    intermediate_size=28_672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8_192,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0),
+    tie_word_embeddings=False,
+)
+TOKEN = LLAMA_3_70B.kv_bytes_per_token(2)
+"""Bytes of keys and values of one token, in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row: the claim in our words, the topic that measures it (None: arithmetic), and how to read a result."""
+
+    idea: str
+    text: str
+    topic: str | None
+    judge: Callable[[dict[str, Any]], tuple[str, str]]
+    """From a result's ``results`` to our figure and the verdict."""
+
+
+def _verdict(holds: bool, remark: str) -> str:
+    return f"{'holds' if holds else 'not reached here'}; {remark}"
+
+
+def _recompute(r: dict[str, Any]) -> tuple[str, str]:
+    return (
+        f"at 505 to 512 tokens {r['flops_ratio']:,.0f} times the FLOPs and {r['time_ratio']:.1f} times the time",
+        'holds; but "quadratic against linear" is too coarse: for one more token after n the linear layers cost n against 1 '
+        "and attention n² against n, and the time gains less than the FLOPs, since a decode step reads every weight",
+    )
+
+
+def _token_bytes(_: dict[str, Any]) -> tuple[str, str]:
+    assert TOKEN == 327_680
+    return f"2 · 80 · 8 · 128 · 2 = {TOKEN:,} bytes", "holds"
+
+
+def _context_bytes(_: dict[str, Any]) -> tuple[str, str]:
+    one, hundred = 4_096 * TOKEN, 409_600 * TOKEN
+    return (
+        f"{one / 1e9:.3f} GB ({one / GIB:.2f} GiB), and {hundred / 1e9:.0f} GB for 100 requests",
+        "wrong in the units: 1.28 and 128 mix KiB with thousands",
+    )
+
+
+def _reservations(_: dict[str, Any]) -> tuple[str, str]:
+    right, wrong = 64 * 4_096 * TOKEN, 64 * 4_096 * TOKEN * 8
+    return (
+        f"{right / 1e9:.1f} GB ({right / GIB:.0f} GiB)",
+        f"holds within {abs(right / 82e9 - 1):.0%}; but the code beside it counts 64 query heads instead of 8 for keys: "
+        f"{wrong / 1e9:.0f} GB",
+    )
+
+
+def _outgrow(_: dict[str, Any]) -> tuple[str, str]:
+    weights = LLAMA_3_70B.num_parameters * 2
+    return (
+        f"weights {weights / 1e9:.1f} GB; the cache is larger from {weights // TOKEN + 1:,} tokens on "
+        f"({weights / TOKEN / 4096:.0f} sequences of 4,096)",
+        "holds, with the numbers",
+    )
+
+
+def _short_reservation(_: dict[str, Any]) -> tuple[str, str]:
+    return f"1 − 500/4,096 = {1 - 500 / 4096:.1%}", "holds (87.8%)"
+
+
+def _trace_waste(r: dict[str, Any]) -> tuple[str, str]:
+    return (
+        f"contiguous: {r['contiguous']['use']:.1%} of the slot-time used",
+        "holds in size: 22% is a mix of many clusters; for the lengths of the conversation trace it is more",
+    )
+
+
+def _blocks_of_500(_: dict[str, Any]) -> tuple[str, str]:
+    return f"⌈500 / 16⌉ = {-(-500 // 16)} blocks, {-(-500 // 16) * 16 - 500} slots of them empty", "holds"
+
+
+def _paged_waste(r: dict[str, Any]) -> tuple[str, str]:
+    points = 100 * (r["contiguous"]["waste"] - r["paged"]["waste"])
+    return (
+        f"waste {r['contiguous']['waste']:.1%} → {r['paged']['waste']:.2%} of the slot-time, {points:.0f} points; "
+        f"at most {r['paged']['most_wasted_slots']} slots a sequence",
+        _verdict(points >= 60, "internal fragmentation is bounded by block_size − 1 slots a sequence, not abolished"),
+    )
+
+
+def _concurrency(r: dict[str, Any]) -> tuple[str, str]:
+    paged, contiguous = r["paged"], r["contiguous"]
+    return (
+        f"peak {contiguous['peak_sequences']} → {paged['peak_sequences']}, on average {contiguous['mean_sequences']:.0f} → "
+        f"{paged['mean_sequences']:.0f}; {contiguous['steps'] / paged['steps']:.1f} times fewer steps",
+        _verdict(
+            paged["peak_sequences"] >= 110 / 40 * contiguous["peak_sequences"],
+            "memory use does not fall, since the pool is reserved up front: concurrency rises",
+        ),
+    )
+
+
+def _sharing(r: dict[str, Any]) -> tuple[str, str]:
+    return (
+        f"n = 4 over 1,000 tokens: {r['shared_blocks']} + {r['own_blocks']} blocks instead of {r['unshared_blocks']}, "
+        f"{r['copied_blocks']} copied",
+        "holds",
+    )
+
+
+def _prefix(r: dict[str, Any]) -> tuple[str, str]:
+    saved = 1_500 * TOKEN
+    return (
+        f"{saved / 1e6:.1f} MB ({saved / 1024**2:.0f} MiB) a request; {r['computed_tokens']} of {r['prompt_tokens']:,} "
+        f"tokens computed, first token {r['ttft_ratio']:.0f} times sooner",
+        "wrong by a factor of 1,024: 480 KB should be MB; that sharing pays holds",
+    )
+
+
+def _batching(r: dict[str, Any]) -> tuple[str, str]:
+    shares = ", ".join(f"{row['ratio']:.2f} at {row['share_of_short']:.0%} short" for row in r["by_share"])
+    ceilings = ", ".join(f"{row['ceiling']:.2f} at {row['share_of_short']:.0%}" for row in r["by_share"])
+    return (
+        f"{r['speedup']:.2f} at two thirds short, a tenth of the length; at full length, counted in steps, {shares}",
+        _verdict(r["speedup"] >= 2.5, f"the ceiling is longest over mean answer: {ceilings}"),
+    )
+
+
+CLAIMS = [
+    Claim(
+        "KV cache",
+        "Without a cache each step recomputes all keys and values; with one, a step is linear",
+        "recompute",
+        _recompute,
+    ),
+    Claim("its price", "Llama-3-70B in 16 bits: 327,680 bytes a token", None, _token_bytes),
+    Claim("its price", "1.28 GB at 4,096 tokens, 128 GB for 100 requests", None, _context_bytes),
+    Claim("its price", "The cache outgrows the 140 GB of weights", None, _outgrow),
+    Claim("contiguous allocation", "64 sequences of 4,096 take about 82 GB", None, _reservations),
+    Claim("contiguous allocation", "At 500 of 4,096 tokens 87% of a reservation is wasted", None, _short_reservation),
+    Claim("contiguous allocation", "Clusters use 22% of the memory reserved", "memory", _trace_waste),
+    Claim("PagedAttention", "500 tokens are 32 blocks of 16", None, _blocks_of_500),
+    Claim("PagedAttention", "Waste falls by 60 to 70 points", "memory", _paged_waste),
+    Claim("PagedAttention", "40 → 110 concurrent requests in the same memory", "memory", _concurrency),
+    Claim("PagedAttention", "Parallel samples share blocks, and copy on write", "sharing", _sharing),
+    Claim("prefix caching", "A shared prefix of 1,500 tokens saves 480 KB a request", "sharing", _prefix),
+    Claim("continuous batching", "2.8 times on a mix of answers of 50 and 2,000 tokens", "batching", _batching),
+]
+
+_HEAD = """# The claims, measured
+
+A widely read article, "LLM Inference Optimization: KV-Cache, PagedAttention, and GPU Memory Efficiency", tells engineers
+what makes inference fast. Here is each claim that refimpl has measured or worked out so far, in our words. `refimpl bench
+report` writes this page from the result files in `refimpl/bench/results`; a test holds them equal.
+
+| idea | the claim | our figure | verdict | command |
+|---|---|---|---|---|
+"""
+
+
+def render_claims() -> str:
+    """The page as Markdown.
+
+    Raises:
+        RefimplError: a claim's topic has no result file.
+
+    """
+    results = newest_results()
+    rows, captions = [], {}
+    for claim in CLAIMS:
+        measured: dict[str, Any] = {}
+        command = "arithmetic"
+        if claim.topic is not None:
+            if claim.topic not in results:
+                raise RefimplError(f"no result file for {claim.topic!r}; run refimpl bench {claim.topic} --save FOLDER")
+            result = results[claim.topic][0]
+            measured, command = result["results"], f"`refimpl bench {claim.topic}`"
+            captions[claim.topic] = caption(result).strip()
+        rows.append("| " + " | ".join((claim.idea, claim.text, *claim.judge(measured), command)) + " |")
+    settings = "\n".join(f"- {name}: {text}" for name, text in captions.items())
+    return _HEAD + "\n".join(rows) + "\n\nThe settings of what was measured:\n\n" + settings + "\n"
+
+
+def write_claims(path: Path) -> bool:
+    """Write the page; whether anything changed."""
+    try:
+        before = path.read_text(encoding="utf-8") if path.exists() else None
+        after = render_claims()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(after, encoding="utf-8")
+    except OSError as error:
+        raise RefimplError(f"{path} cannot be written: {error}") from error
+    return before != after

@@ -1,0 +1,112 @@
+"""The commands of ``refimpl bench``. As with all commands, what needs torch is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from refimpl.cli_options import with_engine_options
+
+bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")]
+Save = Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")]
+
+
+@bench.command()
+@with_engine_options
+def recompute(
+    *,
+    context: Annotated[int, typer.Option(help="Measure the steps after this many tokens of context.")] = 504,
+    steps: Annotated[int, typer.Option(help="How many steps to measure.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Times that both sides run, in turn.")] = 5,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """A decode step with the KV cache beside one that recomputes everything: FLOPs counted, time measured."""
+    from refimpl.bench.recompute import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, context=context, steps=steps, repeats=repeats), as_json, save)
+
+
+@bench.command()
+@with_engine_options
+def sharing(
+    *,
+    repeats: Annotated[int, typer.Option(help="Times that both sides of the prefix cache run, in turn.")] = 5,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Blocks that samples of one prompt share, and the time to a first token behind a cached prefix."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.sharing import run
+
+    report_result(run(engine_options, repeats=repeats), as_json, save)
+
+
+@bench.command()
+def scheduler(
+    *,
+    steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 500,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """What planning a step costs for 256 sequences that decode, without a model."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.scheduler import run
+
+    report_result(run(steps=steps), as_json, save)
+
+
+@bench.command()
+def memory(
+    *,
+    trace: Annotated[Path | None, typer.Option(help="A trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")] = None,
+    lengths: Annotated[str, typer.Option(help="Without a trace: whose lengths to generate, conv or code.")] = "conv",
+    requests: Annotated[int, typer.Option(help="How many to generate.")] = 19_366,
+    seed: Annotated[int, typer.Option(help="Of the generator.")] = 0,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """A paged cache beside a contiguous one for the requests of a trace: waste, and how many run at once. No model."""
+    from refimpl.bench.memory import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(trace=trace, name=lengths, count=requests, seed=seed), as_json, save)
+
+
+@bench.command()
+@with_engine_options
+def batching(
+    *,
+    scale: Annotated[int, typer.Option(help="Divide all lengths (50 and 2,000 output tokens) by this.")] = 10,
+    requests: Annotated[int, typer.Option(help="How many requests.")] = 240,
+    share: Annotated[float, typer.Option(help="The share of short answers.")] = 2 / 3,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Static batches beside continuous batching, for short and long answers mixed."""
+    from refimpl.bench.batching import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, scale=scale, requests=requests, share=share), as_json, save)
+
+
+@bench.command()
+def report(
+    readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
+    claims: Annotated[Path, typer.Option(help="The claims page, which is written anew.")] = Path("notebooks/CLAIMS.md"),
+) -> None:
+    """Render the README's tables and the claims page from the result files that are kept in the package."""
+    from refimpl.bench.claims import write_claims
+    from refimpl.bench.report import render_file
+
+    for path, changed in ((readme, render_file(readme)), (claims, write_claims(claims))):
+        print(f"{path}: {'updated' if changed else 'nothing to change'}", file=sys.stderr)  # noqa: T201
