@@ -92,12 +92,26 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
 class Finish(msgspec.Struct, frozen=True, gc=False):
     """A sequence ended, with the blocks that it gave back.
 
-    One of a static batch ends twice: for its user, without blocks, and with them when its row leaves the batch.
+    One of a static batch ends twice: for its user, when its row ``stays``, and again when it leaves the batch.
     """
 
     sequence_id: int
     reason: str
     block_ids: tuple[int, ...]
+    """Those that no other sequence uses; the others of its table it shared."""
+    stays: bool = False
+    """Its row is computed on and its blocks stay taken: padding of a static batch."""
+
+
+class CacheChanges(msgspec.Struct, frozen=True, gc=False):
+    """What the prefix cache took in and forgot since the last step."""
+
+    published: tuple[int, ...] = ()
+    """Blocks whose content can be found from here on: when no sequence uses them any more, they stay cached."""
+    evicted: tuple[int, ...] = ()
+    """Cached blocks that were forgotten, for new blocks of this step."""
+    reset: bool = False
+    """Everything was forgotten, before this step was planned."""
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -142,6 +156,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     prefix_hits: tuple[PrefixHit, ...] = ()
     forks: tuple[tuple[int, int], ...] = ()
     """(parent sequence, child sequence): from here on they share all blocks until one writes."""
+    cache_changes: CacheChanges = CacheChanges()
     decisions: tuple[Decision, ...] = ()
 
     @property

@@ -66,13 +66,14 @@ class StepLoop:
         planned = self.recorder.plan_time(self.scheduler)
         self._news += self.scheduler.take_exhausted()
         if scheduler_output.empty:
+            self._take_in_oldest()  # first: the log is in the order of steps
             self.recorder.record(scheduler_output, StepUpdate([]), planned)
         else:
             future = self.executor.submit(scheduler_output)
             self._in_flight.append(_InFlight(scheduler_output, future, planned))
             if len(self._in_flight) <= self.depth:
                 return
-        self._take_in_oldest()
+            self._take_in_oldest()
         self.drain_if_idle()
 
     def drain(self) -> None:

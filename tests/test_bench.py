@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.bench import report, scheduler, sharing
+from refimpl.bench import batching, claims, memory, report, scheduler, sharing
 from refimpl.bench.flops import flop_counter
 from refimpl.bench.recompute import run
 from refimpl.bench.result import check
+from refimpl.errors import ConfigError, RefimplError
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 DEFAULTS = {"model": "tiny", "dtype": "float64"}
 
 
@@ -18,6 +20,32 @@ def test_the_readme_shows_the_kept_results():
     text = README.read_text(encoding="utf-8")
     assert "<!-- bench:recompute -->" in text
     assert report.render(text) == text, "run refimpl bench report"
+
+
+def test_the_claims_page_is_the_kept_results():
+    assert (ROOT / "notebooks/CLAIMS.md").read_text(encoding="utf-8") == claims.render_claims(), "run refimpl bench report"
+
+
+def test_a_claim_is_never_said_without_its_result(monkeypatch):
+    monkeypatch.setattr(claims, "newest_results", dict)
+    with pytest.raises(RefimplError, match="no result file for 'recompute'; run refimpl bench recompute"):
+        claims.render_claims()
+
+
+def test_the_arithmetic_of_the_claims_page_is_right():
+    assert claims.TOKEN == 2 * 80 * 8 * 128 * 2
+    assert claims.LLAMA_3_70B.num_parameters == 70_553_706_496
+    page = claims.render_claims()
+    for figure in (
+        "1.342 GB (1.25 GiB)",
+        "134 GB",
+        "85.9 GB (80 GiB)",
+        "687 GB",
+        "430,626 tokens",
+        "491.5 MB (469 MiB)",
+        "87.8%",
+    ):
+        assert figure in page
 
 
 def test_every_kept_result_has_its_form_and_passes_its_checks():
@@ -82,3 +110,48 @@ def test_the_sharing_benchmark_counts_blocks_and_computed_tokens():
     figures = sharing.run({"model": "tiny", "dtype": "float32", "max_num_seqs": 8}, repeats=1).results
     assert (figures["shared_blocks"], figures["own_blocks"], figures["copied_blocks"]) == (62, 4, 3)
     assert figures["computed_tokens"] == 62
+
+
+def test_the_memory_benchmark_holds_its_bounds_on_a_short_trace():
+    result = memory.run(count=300, seed=1)
+    paged, contiguous = result.results["paged"], result.results["contiguous"]
+    assert all(check.ok for check in result.checks), result.checks
+    assert 0.004 < paged["waste"] < 0.008
+    assert 0.26 < contiguous["use"] < 0.30
+    assert contiguous["peak_sequences"] == 40
+    assert {check.name for check in result.checks} >= {"paged_waste", "contiguous_use"}
+
+
+def test_the_memory_benchmark_reads_a_trace(tmp_path):
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"2023-11-16 18:15:4{i}.6805900,374,4\n" for i in range(10))
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    result = memory.run(trace=trace)
+    assert result.results["fitting"] == 10
+    assert result.results["paged"]["peak_sequences"] == 10
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,4096,4\n")
+    with pytest.raises(RefimplError, match="none of the trace's 1 requests fits 4096 tokens"):
+        memory.run(trace=trace)
+
+
+def test_a_static_batch_lasts_as_long_as_its_longest_answer():
+    lengths = [(4, 2), (4, 20)] * 4
+    assert batching.ceiling(lengths) == pytest.approx(20 / 11)
+    seconds = batching._serve(DEFAULTS, lengths)
+    assert len(seconds["static"]) == len(seconds["static, finished rows dropped"]) == 20  # one batch of 8: 20 steps
+    assert len(seconds["continuous"]) == 20
+
+
+def test_the_batching_benchmark_counts_steps_below_its_ceiling(monkeypatch):
+    monkeypatch.setattr(batching, "REQUESTS", 48)
+    result = batching.run(DEFAULTS, scale=50, requests=48)
+    assert {"continuous_over_static", "continuous_over_static_at_most"} == {check.name for check in result.checks}
+    for row in result.results["by_share"]:
+        assert 1 < row["ratio"] <= row["ceiling"]
+    assert result.setting["tokens_produced"] == 3 * (32 * 1 + 16 * 40)
+
+
+@pytest.mark.parametrize("options", [{"scale": 0}, {"scale": 51}, {"requests": 0}, {"share": 1.5}])
+def test_a_mix_that_cannot_be_is_refused(options):
+    with pytest.raises(ConfigError, match="they must be"):
+        batching.run(DEFAULTS, **options)

@@ -31,7 +31,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "continuous": {},
 }
 TURN = 20
-"""Steps that a side runs before the next one has its turn, so that whatever else the machine does falls on all alike."""
+"""Steps of a side before the next one has its turn, so that whatever else the machine does falls on all alike."""
 
 
 def run(engine_options: dict[str, Any], scale: int = 10, requests: int = REQUESTS, share: float = 2 / 3) -> Result:
@@ -97,7 +97,7 @@ def ceiling(lengths: list[tuple[int, int]]) -> float:
 
 
 def _serve(engine_options: dict[str, Any], lengths: list[tuple[int, int]]) -> dict[str, list[float]]:
-    """Seconds of each step, by side. The sides take turns; the first steps of each are its warm-up all the same."""
+    """Seconds of each step, by side. It is the turn of the one with the most tokens left, so all end at about the same time."""
     longest = max(prompt + answer for prompt, answer in lengths)
     fixed = {"max_num_seqs": BATCH, "max_model_len": longest, "enable_prefix_caching": False, "async_scheduling": False}
     engines = {side: Engine(EngineArgs.from_options(engine_options | fixed | own)) for side, own in SIDES.items()}
@@ -109,15 +109,18 @@ def _serve(engine_options: dict[str, Any], lengths: list[tuple[int, int]]) -> di
             params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, output_kind="final_only")
             engine.add_request(str(number), [100 + number % 100] * prompt, params)
     seconds: dict[str, list[float]] = {side: [] for side in engines}
-    with tqdm(total=len(engines) * len(lengths), desc="batching", unit="request", leave=False) as bar:
-        while any(engine.has_unfinished_requests() for engine in engines.values()):
-            for side, engine in engines.items():
-                for _ in range(TURN):
-                    if engine.has_unfinished_requests():
-                        started = time.perf_counter()
-                        outputs = engine.step()
-                        seconds[side].append(time.perf_counter() - started)
-                        bar.update(len(outputs))
+    left = {side: sum(answer for _, answer in lengths) for side in engines}
+    with tqdm(total=sum(left.values()), desc="batching", unit="token", leave=False) as bar:
+        while any(left.values()):
+            side = max(left, key=left.__getitem__)
+            for _ in range(TURN):
+                if left[side]:
+                    started = time.perf_counter()
+                    engines[side].step()
+                    seconds[side].append(time.perf_counter() - started)
+                    drawn = sum(token >= 0 for token in engines[side].events.records[-1].token_ids)
+                    left[side] -= drawn
+                    bar.update(drawn)
     for engine in engines.values():
         engine.close()
     return seconds

@@ -14,6 +14,7 @@ from refimpl.cache.prefix_index import Key
 from refimpl.cache.usage import cache_usage
 from refimpl.errors import PartError
 from refimpl.memory_report import CacheUsage
+from refimpl.outputs import CacheChanges
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Allocation:
     """Copy-on-write: (index in the table, shared block, own block that takes its place)."""
 
 
+NO_CHANGES = CacheChanges()
 NOTHING_NEW = Allocation()
 """The answer to a sequence that has room: one object for all, so never change it."""
 
@@ -216,6 +218,10 @@ class KVCacheManager:
         if self.prefix_cache is not None:
             self.pool.free(self.prefix_cache.reset())
             self._keys.clear()
+
+    def take_cache_changes(self) -> CacheChanges:
+        """What the prefix cache took in and forgot since the last call."""
+        return self.prefix_cache.take_changes() if self.prefix_cache is not None else NO_CHANGES
 
     def _take(self, count: int) -> list[int]:
         """Blocks from the pool, after evicting what it lacks. The caller has counted."""

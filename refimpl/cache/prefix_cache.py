@@ -14,6 +14,7 @@ from typing import NamedTuple
 from refimpl.cache.chained_hash import ChainedHash
 from refimpl.cache.prefix_index import Key, PrefixIndex
 from refimpl.errors import PrefixIndexError
+from refimpl.outputs import CacheChanges
 
 
 class _Content(NamedTuple):
@@ -40,6 +41,9 @@ class PrefixCache:
         self.index: PrefixIndex = index or ChainedHash()
         self.index.reset()  # one that served another engine knows that one's blocks
         self.stats = PrefixCacheStats()
+        self._published: list[int] = []
+        self._evicted: list[int] = []
+        self._was_reset = False
         self._contents: dict[int, _Content] = {}
         self._keys: set[Key] = set()
         self._unused: set[int] = set()
@@ -96,6 +100,7 @@ class PrefixCache:
         if key not in self._keys:
             self._keys.add(key)
             self._contents[block_id] = _Content(key, parent, tuple(token_ids))
+            self._published.append(block_id)
         return key
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -132,6 +137,7 @@ class PrefixCache:
         for block_id in evicted:
             self._unused.remove(block_id)
             self._keys.remove(self._contents.pop(block_id).key)
+        self._evicted += evicted
         self.stats.evictions += count
         return evicted
 
@@ -139,8 +145,15 @@ class PrefixCache:
         """Forget everything; returns the unused blocks, which go back to the pool."""
         unused = list(self._unused)
         self._contents, self._keys, self._unused = {}, set(), set()
+        self._published, self._evicted, self._was_reset = [], [], True
         self.index.reset()
         return unused
+
+    def take_changes(self) -> CacheChanges:
+        """What was published, evicted and reset since the last call."""
+        changes = CacheChanges(tuple(self._published), tuple(self._evicted), self._was_reset)
+        self._published, self._evicted, self._was_reset = [], [], False
+        return changes
 
     def _refuse(self, what: str) -> None:
         raise PrefixIndexError(f"the prefix index {self.index.name!r} {what}; nothing of it is used")

@@ -167,7 +167,7 @@ class Lifecycle:
             self.waiting.remove(sequence)
         return self._end(sequence, reason, block_ids)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, block_ids: list[int]) -> Finish:
+    def _end(self, sequence: Sequence, reason: FinishReason, block_ids: list[int], stays: bool = False) -> Finish:
         """Say that nothing more comes of a sequence."""
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
@@ -175,4 +175,4 @@ class Lifecycle:
         if sequence.request.finished:
             sequence.request.metrics.finished_time = self._clock()
         self._log.add(sequence, "finished", tokens=len(sequence.output_token_ids), reason=reason)
-        return Finish(sequence.sequence_id, reason, tuple(block_ids))
+        return Finish(sequence.sequence_id, reason, tuple(block_ids), stays)

@@ -10,6 +10,7 @@ from refimpl.outputs import (
     Arrival,
     Batch,
     BlockCopy,
+    CacheChanges,
     Decision,
     Finish,
     NewBlocks,
@@ -57,7 +58,7 @@ class StepPlan:
             for index, source, target in allocation.copies:
                 self.copies.append(BlockCopy(slot, index, source, target))
         computed = sequence.num_computed_tokens = sequence.num_computed_tokens + num_new_tokens
-        if computed == sequence.num_tokens:
+        if computed == len(sequence.token_ids) + sequence.num_tokens_in_flight:
             sequence.num_tokens_in_flight += 1
 
     def admit(self, sequence: Sequence, shared_blocks: tuple[int, ...] = ()) -> None:
@@ -91,7 +92,12 @@ class StepPlan:
         self.forks = [(parent, child) for parent, child in self.forks if child != sequence.sequence_id]
 
     def freeze(
-        self, last: Batch, arrived: list[Arrival], aborted: list[Finish], decisions: list[Decision]
+        self,
+        last: Batch,
+        arrived: list[Arrival],
+        aborted: list[Finish],
+        cache_changes: CacheChanges,
+        decisions: list[Decision],
     ) -> SchedulerOutput:
         """The finished record. It holds the ``last`` step's batch itself if the rows are the same."""
         rows = (tuple(self.sequence_ids), tuple(self.slots), tuple(self.num_new_tokens))
@@ -109,6 +115,7 @@ class StepPlan:
             aborted=tuple(aborted),
             preempted=tuple(self.preempted),
             exhausted=tuple(self.exhausted),
+            cache_changes=cache_changes,
             decisions=tuple(decisions),
         )
 

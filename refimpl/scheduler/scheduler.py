@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from refimpl.cache.kv_cache_manager import Allocation, KVCacheManager
+from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation, KVCacheManager
 from refimpl.config import SchedulerConfig
 from refimpl.outputs import BAD_LOGITS, NO_TOKEN, ModelRunnerOutput, PrefixHit, SchedulerOutput
 from refimpl.request import Sequence, Status
@@ -60,7 +60,7 @@ class Scheduler(Lifecycle):
         self._continue_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
-        output = plan.freeze(self._last_batch, self._arrived, self._aborted, self._log.take())
+        output = plan.freeze(self._last_batch, self._arrived, self._aborted, self.kv.take_cache_changes(), self._log.take())
         self._arrived, self._aborted = [], []
         self._last_batch = output.batch
         self.step = self._log.step = self.step + 1
@@ -109,14 +109,19 @@ class Scheduler(Lifecycle):
             if sequence.status is not Status.RUNNING:
                 continue  # it gave way to an older one in this loop
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
-            if num_new_tokens and (allocation := self._make_room(sequence, num_new_tokens, plan)) is not None:
+            if not num_new_tokens:
+                continue
+            allocation = self._allocate(sequence, num_new_tokens)
+            if allocation is None:
+                allocation = self._make_room(sequence, num_new_tokens, plan)
+            if allocation is not None:
                 if not self.config.enable_kv_cache:
                     self._restart(sequence, plan)
                 self._add(sequence, num_new_tokens, allocation, plan)
 
     def _num_new_tokens(self, sequence: Sequence, budget: int) -> int:
         """Tokens that a sequence would compute now, at most ``budget``; 0 if all its tokens are ordered already."""
-        num_tokens = sequence.num_tokens
+        num_tokens = len(sequence.token_ids) + sequence.num_tokens_in_flight
         if num_tokens - sequence.num_prompt_tokens >= sequence.request.max_tokens:  # ending
             return 0
         if not self.config.enable_kv_cache:
@@ -129,7 +134,7 @@ class Scheduler(Lifecycle):
         return min(missing, budget, self.config.long_prefill_token_threshold or missing)
 
     def _make_room(self, sequence: Sequence, num_new_tokens: int, plan: StepPlan) -> Allocation | None:
-        """Take the blocks for a running sequence's new tokens, from newer sequences if need be; None: not in this step."""
+        """The blocks for a running sequence's new tokens are not to be had: newer ones give way. None: not in this step."""
         while (allocation := self._allocate(sequence, num_new_tokens)) is None:
             victim = choose_victim(self.running, set(plan.sequence_ids), self.policy)
             if victim is not sequence:
@@ -239,8 +244,9 @@ class Scheduler(Lifecycle):
         plan.add(sequence, num_new_tokens, allocation)
         if self.policy.dynamic:
             self.policy.computed(view(sequence), num_new_tokens)
-        for _, source, target in allocation.copies:
-            self._log.add(sequence, "copied", source=source, target=target)
+        if allocation is not NOTHING_NEW:
+            for _, source, target in allocation.copies:
+                self._log.add(sequence, "copied", source=source, target=target)
         # Only ids that are known: a block that a token in flight fills is published by the next step's planning. So a
         # decode has something to publish right at a block's end, or one token later.
         if num_new_tokens > 1 or sequence.num_computed_tokens % self.kv.block_size <= 1:

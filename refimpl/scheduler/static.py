@@ -100,7 +100,7 @@ class StaticScheduler(Scheduler):
         if self._drop_finished or sequence.status is not Status.RUNNING or reason not in ("stop", "length"):
             return super()._finish(sequence, reason)
         self._padding.append(sequence)
-        return self._end(sequence, reason, [])
+        return self._end(sequence, reason, [], stays=True)
 
     def _leave(self, sequence: Sequence) -> Finish:
         """A row that was computed on leaves the batch, with its blocks."""

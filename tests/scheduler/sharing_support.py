@@ -124,12 +124,12 @@ class Driver:
             self.not_recorded[output.step] = output, self.recorder.plan_time(self.scheduler)
             self.outputs.append(output)
             self.check()
-            if output.empty:
-                self.record(output, StepUpdate([]))
-            else:
+            if not output.empty:
                 self.in_flight.append((output, self.executor.run(output)))
             if self.in_flight and (len(self.in_flight) > self.depth or output.empty):
                 self.take_in()
+            if output.empty:
+                self.record(output, StepUpdate([]))
             return output
 
     def take_in(self):
