@@ -19,6 +19,7 @@ from refimpl.executor.device import resolve_device
 from refimpl.executor.executor import Executor
 from refimpl.executor.local import LocalExecutor
 from refimpl.explain import explain
+from refimpl.gate import Gate
 from refimpl.intake import Intake
 from refimpl.interrupts import interrupts_between_steps
 from refimpl.kernels.philox import branch
@@ -88,8 +89,11 @@ class Engine:
             args.event_log_size,
             clock,
             self.tokenizer.token_text,
+            self._executor,
         )
         self.events = self._recorder.events
+        self.gate = Gate()
+        """Where who watches may hold the engine between two steps."""
         self._lock = threading.RLock()
         self._loop = StepLoop(self.scheduler, self._executor, self._recorder, self._depth)
         self._kept: list[RequestOutput] = []
@@ -240,9 +244,11 @@ class Engine:
         no time. A step that cannot be computed ends its requests with reason "error", and is logged; the engine and all
         other requests go on. Ctrl-C is taken after the step; what it brought is returned by the next call.
         """
-        with self._lock, interrupts_between_steps():
-            self._check_open()
-            self._loop.step()
+        with interrupts_between_steps() as check_interrupt:
+            self.gate.wait(check_interrupt)
+            with self._lock:
+                self._check_open()
+                self._loop.step()
         with self._lock:
             return self._hand_out()
 
@@ -322,6 +328,7 @@ class Engine:
                 self.abort(list(self._requests))
             finally:
                 self._closed = True
+                self.gate.open()
                 self._executor.close()
 
     def _check_open(self) -> None:

@@ -15,8 +15,8 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
     A second one, while the first still waits for a long step, goes through at once.
 
-    Outside the main thread, and where somebody else handles SIGINT in their own way, nothing is changed. The handler of
-    before is back when the block ends.
+    A block within a block has the same flag. Outside the main thread, and where somebody else handles SIGINT in their own
+    way, nothing is changed. The handler of before is back when the block ends.
     """
     interrupted = threading.Event()
 
@@ -25,8 +25,9 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield check
+    handler = signal.getsignal(signal.SIGINT)
+    if not in_main_thread or handler is not signal.default_int_handler:
+        yield getattr(handler, "check", check) if in_main_thread else check
         return
 
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -34,6 +35,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
         interrupted.set()
 
+    on_interrupt.check = check  # type: ignore[attr-defined]
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield check

@@ -11,6 +11,7 @@ from typing import Any
 from refimpl.cache import KVCacheManager
 from refimpl.config import SchedulerConfig
 from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, StepRecord
+from refimpl.executor.executor import Executor
 from refimpl.outputs import NO_TOKEN, Arrival, SchedulerOutput
 from refimpl.scheduler import Scheduler, StepUpdate
 
@@ -37,6 +38,7 @@ class Recorder:
         capacity: int,
         clock: Callable[[], float],
         token_text: Callable[[int], str],
+        executor: Executor | None = None,
     ) -> None:
         try:
             installed = version("refimpl")
@@ -52,7 +54,14 @@ class Recorder:
             "enable_kv_cache": config.enable_kv_cache,
             "enable_prefix_caching": kv.prefix_cache is not None,
             "async_scheduling": overlap,
+            "reserved_blocks": kv.reserved_blocks,
         }
+        if executor is not None:
+            numbers |= {
+                "device": executor.device_name,
+                "weight_bytes": executor.weight_bytes,
+                "block_bytes": executor.block_bytes,
+            }
         self.events = EventLog(LogHeader(SCHEMA_VERSION, installed, time.time(), "monotonic", numbers), capacity)
         self._clock = clock
         self._started_at = clock()
@@ -64,8 +73,8 @@ class Recorder:
 
     def record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
         """Write down a step, if anything happened in it and anybody would see it."""
-        happened = not output.empty or output.arrived or output.aborted or output.preempted
-        if self.events.wanted and (happened or output.exhausted or output.decisions):
+        happened = not output.empty or output.arrived or output.aborted or output.preempted or output.exhausted
+        if self.events.wanted and (happened or output.decisions or output.cache_changes.reset):
             self.events.append(self._step_record(output, update, planned))
 
     def _step_record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> StepRecord:
@@ -87,6 +96,7 @@ class Recorder:
             restarted=output.restarted,
             finished=tuple(update.finished),
             copies=output.copies,
+            cache_changes=output.cache_changes,
             prefix_hits=output.prefix_hits,
             forks=output.forks,
             allocated=tuple((blocks.slot, blocks.block_ids) for blocks in output.new_blocks),

@@ -23,9 +23,9 @@ LAYERS = [
     {"sampling", "speculative"},
     {"executor", "simulate", "parallel"},
     # The engine and its own helpers.
-    {"engine", "step_loop", "intake", "recorder", "explain", "output_processor", "interrupts"},
+    {"engine", "step_loop", "intake", "recorder", "explain", "output_processor", "interrupts", "gate"},
     {"llm", "async_llm"},
-    {"server", "bench", "cli", "cli_options"},
+    {"server", "bench", "cli", "cli_options", "claims", "lab"},
 ]
 """Imports go from a later layer to an earlier one, or within one."""
 

@@ -1,0 +1,125 @@
+"""The fold of event records: at every step of random runs it says what the engine's own books say."""
+
+import contextlib
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scheduler"))
+
+from prove import random_call, random_driver
+from sharing_support import Driver
+
+from refimpl.errors import RequestError
+from refimpl.events import EventLog
+from refimpl.visualizers.state import NEUTRAL, State, letters
+
+
+def books(state):
+    return {s.sequence_id: tuple(s.table) for s in state.alive() if s.table}
+
+
+def assert_same(state, driver):
+    """The fold against the manager's snapshot and the scheduler's sequences."""
+    snapshot = driver.kv.snapshot({})
+    assert books(state) == {s: table for s, table in snapshot.tables.items() if table}
+    kinds = {kind: {b.block_id for b in state.blocks() if b.kind == kind} for kind in ("free", "cached", "null")}
+    assert kinds == {"free": set(snapshot.free_ids), "cached": set(snapshot.cached_ids), "null": {0}}
+    counts = state.counts()
+    assert sum(counts.values()) == driver.kv.num_blocks
+    assert counts["free"] + counts["cached"] == len(snapshot.free_ids) + len(snapshot.cached_ids)
+    for sequence in driver.scheduler.running:
+        folded = state.sequences[sequence.sequence_id]
+        assert folded.num_computed_tokens == sequence.num_computed_tokens
+        assert folded.slot == sequence.slot
+        if not sequence.finished:
+            assert folded.num_output_tokens == len(sequence.output_token_ids)
+    waiting = {s.sequence_id for s in state.alive() if s.phase in ("waiting", "preempted")}
+    assert waiting == {s.sequence_id for s in driver.scheduler.sequences.values() if s.slot is None}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_fold_is_the_engines_books_at_every_step_of_random_runs(seed):
+    rng = random.Random(seed)
+    driver = random_driver(rng)
+    state = State(driver.recorder.events.header.config)
+    driver.recorder.events.subscribe(state.apply)
+    for _ in range(120):
+        name, arguments = random_call(rng, driver)
+        with contextlib.suppress(RequestError):
+            getattr(driver, name)(**arguments)
+        if name == "step" and not driver.in_flight:  # else the log is a step behind
+            assert_same(state, driver)
+    driver.run()
+    assert_same(state, driver)
+    assert not [s for s in state.alive() if s.phase != "finished"]
+
+
+def test_letters_go_on_after_z():
+    assert [letters(n) for n in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
+
+
+def test_a_hue_belongs_to_one_request_while_it_lives_and_rests_longest_before_its_next():
+    driver = Driver(num_blocks=60, max_num_seqs=12, max_num_batched_tokens=64, prefix_cache=False)
+    state = State(driver.recorder.events.header.config)
+    driver.recorder.events.subscribe(state.apply)
+    for number in range(10):
+        driver.add([1, 2, number], max_tokens=30 if number else 1)
+    driver.step()
+    hues = {s.letter: s.hue for s in state.sequences.values()}
+    assert [hues[letter] for letter in "ABCDEFGHIJ"] == [0, 1, 2, 3, 4, 5, 6, 7, NEUTRAL, NEUTRAL]
+    driver.add([5], max_tokens=3)
+    driver.step()
+    assert next(s.hue for s in state.sequences.values() if s.letter == "K") == 0
+
+
+def test_samples_share_a_hue_and_differ_by_suffix():
+    driver = Driver(num_blocks=40)
+    state = State(driver.recorder.events.header.config)
+    driver.recorder.events.subscribe(state.apply)
+    driver.add([1, 2, 3, 4, 5], n=3)
+    driver.step()
+    assert [(s.letter, s.name, s.hue) for s in state.alive()] == [("A·0", "0/0", 0), ("A·1", "0/1", 0), ("A·2", "0/2", 0)]
+    shared = [block for block in state.blocks() if block.kind == "shared"]
+    assert [(len(block.owners), block.fill) for block in shared] == [(3, 4), (3, 1)]
+
+
+def test_a_copy_is_another_state():
+    driver = Driver(num_blocks=40)
+    state = State(driver.recorder.events.header.config)
+    driver.recorder.events.subscribe(state.apply)
+    driver.add([1, 2, 3, 4, 5], n=2, max_tokens=5)
+    driver.step()
+    before = state.copy()
+    tables = books(before)
+    driver.run()
+    assert books(before) == tables != books(state)
+
+
+def test_a_saved_log_folds_without_an_engine(tmp_path):
+    driver = Driver(num_blocks=8)
+    for number in range(5):
+        driver.add([number, 2, 3], max_tokens=9)
+    driver.run()
+    driver.recorder.events.save(tmp_path / "log.jsonl.gz")
+    loaded = EventLog.load(tmp_path / "log.jsonl.gz")
+    state = State(loaded.header.config)
+    for record in loaded.replay():
+        state.apply(record)
+        assert sum(state.counts().values()) == 8
+    assert state.num_finished == state.num_requests == 5
+
+
+def test_a_log_that_lost_its_beginning_says_so_and_shows_who_comes_later():
+    driver = Driver(num_blocks=30, max_num_seqs=1)
+    for number in range(3):
+        driver.add([number, 2, 3], max_tokens=4)
+    driver.run()
+    records = list(driver.recorder.events.records)
+    state = State(driver.recorder.events.header.config)
+    for record in records[1:]:
+        state.apply(record)
+    assert state.truncated
+    assert state.num_requests == 0

@@ -1,0 +1,156 @@
+"""BlockMap: which sequence owns this block? One cell a block; a cell fills from below as its slots fill."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from refimpl.visualizers.figure import WIDTH, Caption, Picture, count, document, plain, rect, text
+from refimpl.visualizers.history import History
+from refimpl.visualizers.palette import Palette, hue, mix, on
+from refimpl.visualizers.state import NULL_BLOCK, BlockState, SequenceState, State
+
+CELL = struct.Struct("<IBBBx")
+"""One block: the oldest owner's sequence id + 1 (0: none), owners, 255 times its fill, kind."""
+KINDS = ("free", "cached", "owned", "shared", "null")
+MOST_ROWS = 40
+"""Sequences in the table beside the map; more are counted in words."""
+MOST_SHARED = 4_000
+LETTERS_UP_TO = 2_000
+"""Blocks that are drawn with letters; more are pixels."""
+
+
+class BlockMap:
+    """The figure; see :class:`refimpl.visualizers.figure.Figure`."""
+
+    name = "block_map"
+    title = "BlockMap"
+    question = "Which sequence owns this block?"
+
+    def __init__(self) -> None:
+        self._cells: WeakKeyDictionary[State, bytearray] = WeakKeyDictionary()
+
+    def picture(self, history: History, position: int) -> Picture:
+        """Cells as packed bytes (:data:`CELL`), and the sequences that own them."""
+        state = history.state_at(position)
+        owners = [sequence for sequence in state.alive() if sequence.table]
+        counts = state.counts()
+        shared = {block: list(ids) for block, ids in state.shared_blocks(MOST_SHARED)}
+        return {
+            "caption": _caption(state, counts),
+            "block_size": state.block_size,
+            "num_blocks": state.num_blocks,
+            "cells": self._pack(state),
+            "shared": shared,
+            "copies": [] if state.record is None else [[copy.source, copy.target] for copy in state.record.copies],
+            "counts": counts,
+            "sequences": {s.sequence_id: [s.letter, s.hue, s.request_id] for s in owners},
+            "rows": [_row(s, state) for s in owners[:MOST_ROWS]],
+            "more_rows": max(0, len(owners) - MOST_ROWS),
+        }
+
+    def _pack(self, state: State) -> bytes:
+        cells = self._cells.get(state)
+        if cells is None:
+            cells = self._cells[state] = bytearray(CELL.size * (state.num_blocks + 1))
+            changed = range(state.num_blocks + 1)
+        else:
+            changed = state.changed  # type: ignore[assignment]
+        for block_id in changed:
+            CELL.pack_into(cells, CELL.size * block_id, *_cell(state.block(block_id), state.block_size))
+        state.changed.clear()
+        return bytes(cells)
+
+    def card(self, history: History, position: int, block_id: int) -> dict[str, Any]:
+        """All of one block, for who points at it."""
+        state = history.state_at(position)
+        block = state.block(block_id)
+        owners = [state.sequences[owner] for owner in block.owners]
+        first = block.index * state.block_size
+        return {
+            "block": block_id,
+            "kind": block.kind,
+            "owners": [[s.letter, s.hue, s.name] for s in owners],
+            "index": block.index,
+            "fill": block.fill,
+            "published": block.published,
+            "tokens": owners[0].token_texts[first : first + block.fill] if owners else [],
+        }
+
+    def svg(self, picture: Picture, palette: Palette) -> str:
+        """Cells with letters up to :data:`LETTERS_UP_TO` blocks, without beyond; the counts beside them."""
+        num_cells = picture["num_blocks"] + 1
+        pitch = 31 if num_cells <= 200 else 16 if num_cells <= LETTERS_UP_TO else 4
+        columns = max(1, min(num_cells, 820 // pitch))
+        body = []
+        for block_id, (owner, owners, fill, kind) in enumerate(CELL.iter_unpack(picture["cells"])):
+            x, y = 28 + block_id % columns * pitch, 5 + block_id // columns * pitch
+            sequence = picture["sequences"].get(owner - 1)
+            body.append(_svg_cell(x, y, pitch - (3 if pitch > 4 else 1), KINDS[kind], owners, fill / 255, sequence, palette))
+        height = 5 + -(-num_cells // columns) * pitch
+        x = 28 + columns * pitch + 32
+        counts = [*picture["counts"].items(), ("null block", 1)]
+        for row, (name, number) in enumerate(counts):
+            body.append(text(x, 16 + 20 * row, name, palette["ink2"], size=12))
+            body.append(text(x + 150, 16 + 20 * row, f"{number:,}", palette["ink"], size=12, anchor="end"))
+        return document(WIDTH, max(height, 20 * len(counts) + 20), "".join(body), plain(picture["caption"]))
+
+
+def _cell(block: BlockState, block_size: int) -> tuple[int, int, int, int]:
+    owner = block.owners[0] + 1 if block.owners else 0
+    return owner, min(255, len(block.owners)), 255 * block.fill // block_size, KINDS.index(block.kind)
+
+
+def _row(sequence: SequenceState, state: State) -> list[Any]:
+    """Letter, hue, request, blocks, shared ones, tokens in them, empty slots."""
+    shared = sum(state.num_owners(block_id) > 1 for block_id in sequence.table)
+    held = len(sequence.table) * state.block_size
+    tokens = min(sequence.num_computed_tokens, held)
+    return [sequence.letter, sequence.hue, sequence.request_id, len(sequence.table), shared, tokens, held - tokens]
+
+
+def _caption(state: State, counts: dict[str, int]) -> Caption:
+    used = counts["owned"] + counts["shared"]
+    if state.record is None:
+        return [("Nothing has run yet: ", False), (f"all {count(state.num_blocks, 'block')} are free", True), (".", False)]
+    parts: Caption = [
+        (f"{used:,} of {state.num_blocks:,}", True),
+        (f" blocks hold running sequences, {counts['shared']:,} of them shared; {counts['cached']:,} ", False),
+        ("keep a prefix that no running sequence uses, and can be taken; ", False),
+        (f"{counts['free']:,} {'is' if counts['free'] == 1 else 'are'} free.", False),
+        (f" A cell fills from below as its {count(state.block_size, 'slot')} fill.", False),
+    ]
+    if state.truncated:
+        parts.append((" The log begins in the middle of the run: what ran before is not shown.", True))
+    return parts
+
+
+def _svg_cell(x: float, y: float, size: float, kind: str, owners: int, fill: float, sequence: Any, palette: Palette) -> str:
+    if kind == "null":
+        stroke = f'stroke="{palette["ink3"]}"'
+        return rect(x + 0.5, y + 0.5, size - 1, size - 1, "none", stroke)
+    if kind in ("free", "cached") or sequence is None:
+        dot = f'<circle cx="{x + size / 2:g}" cy="{y + size / 2:g}" r="1.3" fill="{palette["ink3"]}"/>' if size > 9 else ""
+        return rect(x, y, size, size, palette["cached" if kind == "cached" else "free"]) + (dot if kind == "free" else "")
+    letter, number, _ = sequence
+    colour = hue(palette, number)
+    body = rect(x, y, size, size, mix(colour, palette["bg"], 0.78)) + rect(
+        x, y + size * (1 - fill), size, size * fill, colour
+    )
+    if size < 13:
+        return body
+    label, weight = (f"×{owners}", 650) if kind == "shared" else (letter, 600)
+    if kind == "shared":
+        body += rect(x + size / 2 - 10, y + size / 2 - 7, 20, 14, palette["bg"])
+        return body + text(x + size / 2, y + size / 2, label, palette["ink"], size=10, weight=weight, anchor="middle")
+    high = fill >= 0.5
+    middle = y + size * (1 - fill / 2) if high else y + size * (1 - fill) / 2
+    return body + text(
+        x + size / 2, middle, label, on(colour) if high else palette["ink"], size=10, weight=weight, anchor="middle"
+    )
+
+
+FIGURE = BlockMap()
+
+assert NULL_BLOCK == 0, "cells are in the order of block ids, the null block first"

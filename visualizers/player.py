@@ -1,0 +1,198 @@
+"""Player: where a log is looked at. All widgets on one log share it, so they show the same step and pin the same request.
+
+New records come in the engine's thread; they are only put into a queue there. Pictures are made in the player's own thread,
+which takes at most :data:`SHARE` of the wall time: where a frame is dear, fewer are drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from refimpl.events import EventLog, StepRecord
+from refimpl.visualizers.history import History
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.03
+"""Of the wall time, for drawing."""
+MOST_FRAMES = 20
+"""A second."""
+SPEEDS = (2, 8, 20, 60)
+"""Steps a second when a log is played."""
+
+
+class Player:
+    """One position in one log. ``live`` follows the newest record; stepping back leaves it, ``go_live`` returns.
+
+    Thread-safe. Listeners are called in the player's thread, without its lock; one that raises is dropped, with a warning.
+    """
+
+    def __init__(self, log_: EventLog, engine: Any = None) -> None:
+        self.history = History(log_)
+        self.position = len(self.history) - 1
+        self.live = True
+        self.playing = False
+        self.speed = SPEEDS[1]
+        self.pinned: str | None = None
+        self._engine = ref(engine) if engine is not None else None
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
+        self._incoming: deque[StepRecord] = deque()
+        self._thread: threading.Thread | None = None
+        self._played_at: float | None = None
+        log_.subscribe(self._take)
+
+    @property
+    def engine(self) -> Any:
+        """The engine that writes the log, while it lives; None for a log from a file."""
+        return self._engine() if self._engine is not None else None
+
+    # ------------------------------------------------------------------ records and listeners
+
+    def _take(self, record: StepRecord) -> None:
+        """In the engine's thread: as little as possible."""
+        self._incoming.append(record)
+        self._wake.set()
+
+    def catch_up(self) -> None:
+        """Fold the records that came in since; the position follows if it is live."""
+        with self._lock:
+            while self._incoming:
+                self.history.append(self._incoming.popleft())
+            if self.live:
+                self.position = len(self.history) - 1
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener()`` after each change that is to be drawn. Returns what ends it."""
+        with self._lock:
+            self._listeners.append(listener)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="refimpl-player", daemon=True)
+                self._thread.start()
+        return lambda: self._drop(listener)
+
+    def _drop(self, listener: Callable[[], None]) -> None:
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def locked(self) -> AbstractContextManager[Any]:
+        """The lock to hold while history and position are read together. The engine's thread never takes it."""
+        return self._lock
+
+    # ------------------------------------------------------------------ moving
+
+    def seek(self, position: int) -> None:
+        """Go to a position and stay there; the last one is live again only by ``go_live``, or if the log has no engine."""
+        with self._lock:
+            self.catch_up()
+            last = len(self.history) - 1
+            self.position = max(-1 if last < 0 else 0, min(position, last))
+            self.live = self.engine is None and self.position == last
+            self._wake.set()
+
+    def step(self, delta: int) -> None:
+        """Go a step on or back."""
+        self.seek(self.position + delta)
+
+    def go_live(self) -> None:
+        """Follow the newest record."""
+        with self._lock:
+            self.live, self.playing = True, False
+            self.catch_up()
+            self._wake.set()
+
+    def play(self) -> None:
+        """Go on by itself, ``speed`` steps a second; from the beginning if it stands at the end."""
+        with self._lock:
+            self.catch_up()
+            if self.position >= len(self.history) - 1:
+                self.position = 0
+            self.live, self.playing = False, True
+            self._wake.set()
+
+    def pause(self) -> None:
+        """Stay at the step at hand."""
+        with self._lock:
+            self.live = self.playing = False
+            self._wake.set()
+
+    def set_speed(self, speed: float) -> None:
+        """Steps a second."""
+        with self._lock:
+            self.speed = max(0.1, min(float(speed), 1000.0))
+            self._wake.set()
+
+    def pin(self, request_id: str | None) -> None:
+        """Pick out one request in every widget on this log; None lets go."""
+        with self._lock:
+            self.pinned = request_id
+            self._wake.set()
+
+    def next_preemption(self) -> bool:
+        """Go to the next step that preempts, from the beginning again after the last. False: there is none."""
+        with self._lock:
+            self.catch_up()
+            count = len(self.history)
+            for offset in range(1, count + 1):
+                position = (self.position + offset) % count
+                if self.history.records[position].preempted:
+                    self.seek(position)
+                    return True
+            return False
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(1 / self.speed if self.playing else None)
+            self._wake.clear()
+            with self._lock:
+                self.catch_up()
+                self._advance()
+                listeners = tuple(self._listeners)
+                if not listeners:
+                    self._thread = None
+                    return
+            started = time.perf_counter()
+            for listener in listeners:
+                try:
+                    listener()
+                except Exception:
+                    log.warning("a widget could not be drawn and is let go: %r", listener, exc_info=True)
+                    self._drop(listener)
+            used = time.perf_counter() - started
+            time.sleep(max(1 / MOST_FRAMES, used / SHARE) - used)
+
+    def _advance(self) -> None:
+        """While playing: as many steps as the time since the last frame asks for."""
+        now = time.monotonic()
+        if not self.playing:
+            self._played_at = None
+        elif self._played_at is None:
+            self._played_at = now
+        elif due := int((now - self._played_at) * self.speed):
+            self._played_at += due / self.speed
+            self.position = min(self.position + due, len(self.history) - 1)
+            if self.position == len(self.history) - 1:
+                self.playing, self.live = False, self.engine is None
+
+
+_PLAYERS: WeakKeyDictionary[EventLog, Player] = WeakKeyDictionary()
+"""A log keeps its player alive, as a subscriber; a player must not refer to its log, or neither would ever go."""
+
+
+def player_of(log_: EventLog, engine: Any = None) -> Player:
+    """The one player of a log."""
+    player = _PLAYERS.get(log_)
+    if player is None:
+        player = _PLAYERS[log_] = Player(log_, engine)
+    return player

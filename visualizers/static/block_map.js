@@ -1,0 +1,203 @@
+// One cell a block. Up to 200 blocks large cells with letters, up to 2,000 small ones, above that one pixel a block, doubled.
+{
+  const [FREE, CACHED, OWNED, SHARED, NULL] = [0, 1, 2, 3, 4];
+
+  /** Cell size, pitch, columns and left margin for so many cells in so much width. */
+  function layout(cells, width) {
+    const map = Math.min(width, width >= 900 ? 552 : width);
+    if (cells <= 200) return { cell: 28, pitch: 31, left: 24, columns: Math.max(1, Math.floor((map - 24) / 31)), letters: true };
+    if (cells <= 2000) return { cell: 14, pitch: 16, left: 36, columns: Math.max(1, Math.floor((map - 36) / 16)), letters: true };
+    if (cells <= 20000) return { cell: 5, pitch: 6, left: 44, columns: Math.max(1, Math.floor((map - 44) / 6)), letters: false };
+    return { cell: 2, pitch: 2, left: 0, columns: Math.max(1, Math.floor(map / 2)), letters: false, pixels: true };
+  }
+
+  function swatch(P, kind, colour) {
+    const shapes = {
+      free: `<rect width="14" height="14" fill="${P.free}"/><circle cx="7" cy="7" r="1.3" fill="${P.ink3}"/>`,
+      cached: `<rect width="14" height="14" fill="${P.cached}"/>`,
+      owned: `<rect width="14" height="14" fill="${colour}"/>`,
+      null: `<rect x=".5" y=".5" width="13" height="13" fill="none" stroke="${P.ink3}"/><path d="M3 11L11 3" stroke="${P.ink3}"/>`,
+      shared: `<rect width="14" height="14" fill="${colour}"/><path d="M0 7L7 0h5L0 12zM7 14L14 7v5l-2 2z" fill="${mix(colour, P.bg, 0.45)}"/>`,
+    };
+    return `<svg class="swatch" viewBox="0 0 14 14" width="14" height="14">${shapes[kind]}</svg>`;
+  }
+
+  function mount(el, ui) {
+    const canvas = h("canvas", { tabindex: "0", role: "img", "data-refimpl": "block-map" });
+    const legend = h("div", { class: "legend" }), card = h("div", { class: "card" });
+    el.append(h("div", { class: "map" }, canvas), legend, card);
+    let picture = null, grid = null, hover = null, selected = null, cards = new Map(), flash = 1, flashed = null;
+
+    const decode = (id) => {
+      const owner = picture.packed[2 * id], word = picture.packed[2 * id + 1];
+      return { owner: owner - 1, owners: word & 255, fill: ((word >> 8) & 255) / 255, kind: (word >> 16) & 255 };
+    };
+    const sequenceOf = (id) => picture.sequences[id];
+    const place = (id) => [grid.left + (id % grid.columns) * grid.pitch, 5 + Math.floor(id / grid.columns) * grid.pitch];
+    const faded = (owners) => ui.pinned !== null && owners.length > 0 && !owners.some((o) => sequenceOf(o)?.[2] === ui.pinned);
+
+    function drawCell(c, P, id) {
+      const cell = decode(id), [x, y] = place(id), size = grid.cell;
+      if (cell.kind === NULL) {
+        c.strokeStyle = P.ink3; c.lineWidth = 1; c.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+        c.beginPath(); c.moveTo(x + size / 7, y + (size * 6) / 7); c.lineTo(x + (size * 6) / 7, y + size / 7); c.stroke();
+        return;
+      }
+      if (cell.kind === FREE || cell.kind === CACHED) {
+        c.fillStyle = cell.kind === CACHED ? P.cached : P.free; c.fillRect(x, y, size, size);
+        if (cell.kind === FREE && size > 9) { c.fillStyle = P.ink3; c.beginPath(); c.arc(x + size / 2, y + size / 2, 1.3, 0, 7); c.fill(); }
+        return;
+      }
+      const owners = cell.kind === SHARED ? picture.shared[id] ?? [cell.owner] : [cell.owner];
+      const hues = [...new Set(owners.map((o) => hueOf(P, sequenceOf(o)?.[1])))], colour = hues[0];
+      c.globalAlpha = faded(owners) ? 0.28 : 1;
+      c.fillStyle = mix(colour, P.bg, 0.78); c.fillRect(x, y, size, size);
+      const top = y + size * (1 - cell.fill);
+      c.fillStyle = colour; c.fillRect(x, top, size, size * cell.fill);
+      if (cell.kind === SHARED) stripes(c, P, hues, x, top, size, size * cell.fill);
+      if (grid.letters) label(c, P, cell, colour, sequenceOf(cell.owner)?.[0] ?? "?", x, y, size);
+      c.globalAlpha = 1;
+    }
+
+    function stripes(c, P, hues, x, y, width, height) {
+      const list = hues.length > 1 ? hues : [hues[0], mix(hues[0], P.bg, 0.42)], step = Math.max(2, width / 5.6);
+      c.save(); c.beginPath(); c.rect(x, y, width, height); c.clip();
+      for (let k = -width, i = 0; k < width; k += step, i++) {
+        c.fillStyle = list[i % list.length]; c.beginPath();
+        c.moveTo(x + k, y + height); c.lineTo(x + k + step, y + height); c.lineTo(x + k + step + width, y + height - width); c.lineTo(x + k + width, y + height - width); c.fill();
+      }
+      c.restore();
+    }
+
+    function label(c, P, cell, colour, letter, x, y, size) {
+      const small = size < 20;
+      if (cell.kind === SHARED) {
+        const text = "×" + (cell.owners === 255 ? "255+" : cell.owners);
+        if (small) { drawText(c, String(Math.min(9, cell.owners)), x + size / 2, y + size / 2 + 0.5, { colour: on(colour), size: 9, weight: 650, align: "center" }); return; }
+        c.font = `650 11px ${FONT}`;
+        const width = c.measureText(text).width + 4;
+        c.fillStyle = P.bg; c.fillRect(x + size / 2 - width / 2, y + size / 2 - 7, width, 14);
+        drawText(c, text, x + size / 2, y + size / 2 + 0.5, { colour: P.ink, weight: 650, align: "center" });
+        return;
+      }
+      const high = cell.fill >= 0.5, middle = small ? y + size / 2 : high ? y + size * (1 - cell.fill / 2) : y + (size * (1 - cell.fill)) / 2;
+      if (small && letter.length > 2) return;
+      drawText(c, letter, x + size / 2, middle + 0.5, { colour: high ? on(colour) : P.ink, size: small ? 8 : letter.length > 1 ? 10 : 11, weight: 600, align: "center" });
+    }
+
+    /** 20,000 blocks and more: one word of a 32-bit image a block. */
+    function drawPixels(c, P) {
+      const count = picture.num_blocks + 1, rows = Math.ceil(count / grid.columns), image = new ImageData(grid.columns, rows);
+      const pixels = new Uint32Array(image.data.buffer), word = (hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; };
+      const [free, cached, nothing] = [word(P.free), word(P.cached), word(P.ink3)], byOwner = new Map();
+      for (const [id, [, number, request]] of Object.entries(picture.sequences)) {
+        const colour = hueOf(P, number);
+        byOwner.set(Number(id) + 1, word(ui.pinned !== null && request !== ui.pinned ? mix(colour, P.bg, 0.72) : colour));
+      }
+      for (let id = 0; id < count; id++) {
+        const kind = (picture.packed[2 * id + 1] >> 16) & 255;
+        pixels[id] = kind === FREE ? free : kind === CACHED ? cached : kind === NULL ? nothing : byOwner.get(picture.packed[2 * id]) ?? nothing;
+      }
+      const off = new OffscreenCanvas(grid.columns, rows);
+      off.getContext("2d").putImageData(image, 0, 0);
+      c.imageSmoothingEnabled = false;
+      c.drawImage(off, 0, 5, grid.columns * 2, rows * 2);
+    }
+
+    function drawCopies(c, P) {
+      const middle = (id) => { const [x, y] = place(id); return [x + grid.cell / 2, y + grid.cell / 2]; };
+      c.globalAlpha = flash;
+      for (const [source, target] of picture.copies) {
+        const [ax, ay] = middle(source), [bx, by] = middle(target), size = grid.cell + 2;
+        c.strokeStyle = P.signal; c.lineWidth = 2; c.strokeRect(bx - size / 2, by - size / 2, size, size);
+        c.setLineDash([3, 2]); c.strokeRect(ax - size / 2, ay - size / 2, size, size); c.setLineDash([]);
+        const angle = Math.atan2(by - ay, bx - ax), far = Math.hypot(bx - ax, by - ay), bulge = far < 50 ? 0 : 22;
+        const mx = (ax + bx) / 2 - Math.sin(angle) * bulge, my = (ay + by) / 2 + Math.cos(angle) * bulge;
+        const edge = (x, y) => { const k = (grid.cell / 2 + 3) / Math.max(Math.abs(mx - x), Math.abs(my - y), 1); return [x + (mx - x) * k, y + (my - y) * k]; };
+        const [sx, sy] = edge(ax, ay), [ex, ey] = edge(bx, by), tip = Math.atan2(ey - my, ex - mx);
+        for (const [colour, width] of [[P.bg, 4.5], [P.signal, 1.6]]) { c.strokeStyle = colour; c.lineWidth = width; c.beginPath(); c.moveTo(sx, sy); c.quadraticCurveTo(mx, my, ex, ey); c.stroke(); }
+        c.fillStyle = P.signal; c.beginPath(); c.moveTo(ex, ey);
+        c.lineTo(ex - 8 * Math.cos(tip - 0.4), ey - 8 * Math.sin(tip - 0.4)); c.lineTo(ex - 8 * Math.cos(tip + 0.4), ey - 8 * Math.sin(tip + 0.4)); c.fill();
+      }
+      c.globalAlpha = 1;
+    }
+
+    function paint() {
+      const P = ui.palette, count = picture.num_blocks + 1;
+      grid = layout(count, ui.width);
+      const rows = Math.ceil(count / grid.columns), width = grid.left + grid.columns * grid.pitch;
+      const c = context(canvas, width, 8 + rows * grid.pitch);
+      if (grid.pixels) drawPixels(c, P);
+      else {
+        for (let row = 0; row < rows; row++) if (grid.pitch > 10 || row % 5 === 0) drawText(c, String(row * grid.columns), grid.left - 7, 5 + row * grid.pitch + grid.cell / 2, { colour: P.ink3, size: 10, align: "right" });
+        for (let id = 0; id < count; id++) drawCell(c, P, id);
+      }
+      drawCopies(c, P);
+      const marked = hover ?? selected;
+      if (marked !== null && marked < count) { const [x, y] = place(marked); c.strokeStyle = P.ink; c.lineWidth = 1.5; c.strokeRect(x - 2.5, y - 2.5, grid.cell + 5, grid.cell + 5); }
+      Object.assign(canvas.dataset, { cell: grid.cell, pitch: grid.pitch, left: grid.left, columns: grid.columns, top: 5 });
+    }
+
+    function drawLegend() {
+      const P = ui.palette, n = picture.counts;
+      const row = (cells) => `<tr>${cells.map((v) => `<td>${v}</td>`).join("")}</tr>`;
+      const rows = picture.rows.map(([letter, number, request, blocks, shared, tokens, empty]) =>
+        row([swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter) + (request === letter ? "" : ` <span class="id">${escapeHtml(request)}</span>`), fmt(blocks), shared ? fmt(shared) : "·", fmt(tokens), fmt(empty)]));
+      const more = picture.more_rows ? `<tr><td colspan="5">and ${plural(picture.more_rows, "sequence")} more</td></tr>` : "";
+      legend.innerHTML = `<table class="owners"><tr><th>sequence</th><th>blocks</th><th>shared</th><th>tokens</th><th>empty</th></tr>${rows.join("")}${more}</table>
+        <table><tr><th>state</th><th>blocks</th></tr>${row([swatch(P, "owned", P.solid) + "one owner", fmt(n.owned)])}${row([swatch(P, "shared", P.solid) + "shared, each counted once", fmt(n.shared)])}
+        ${row([swatch(P, "cached") + "cached, may be evicted", fmt(n.cached)])}${row([swatch(P, "free") + "free", fmt(n.free)])}${row([swatch(P, "null") + "null block 0", "1"])}
+        <tr class="sum"><td>sum, equal to the pool</td><td>${fmt(n.owned + n.shared + n.cached + n.free + 1)}</td></tr></table>`;
+    }
+
+    function drawCard() {
+      const id = hover ?? selected;
+      if (id === null || id > picture.num_blocks) { card.innerHTML = `<p class="quiet">Point at a block to see who owns it and what is in it.</p>`; return; }
+      const P = ui.palette, cell = decode(id), known = cards.get(id);
+      const states = ["free", "cached, may be evicted", "one owner", `shared ${cell.owners} times`, "null block: padded rows point here"];
+      const owners = known ? known.owners.map(([letter, number]) => swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter)).join(" ") : "…";
+      const tokens = known ? known.tokens.map((t) => `<span class="token">${escapeHtml(t)}</span>`).join("") : "";
+      card.innerHTML = `<b>block ${id}</b> <span class="quiet">${states[cell.kind]}</span><dl><dt>owners</dt><dd>${cell.owners ? owners : "none"}</dd><dt>references</dt><dd>${cell.owners}</dd>
+        <dt>tokens</dt><dd>${Math.round(cell.fill * picture.block_size)} of ${picture.block_size}</dd>${known && known.index >= 0 ? `<dt>in its tables</dt><dd>the logical block ${known.index}</dd>` : ""}
+        <dt>findable</dt><dd>${known ? (known.published ? "yes, by later prompts" : "no: only full blocks are") : "…"}</dd></dl><div class="tokens mono">${tokens}</div>`;
+    }
+    function point(id) {
+      if (id !== null && !cards.has(id)) ui.send({ type: "card", block: id });
+      paint(); drawCard();
+    }
+    ui.onCard((one) => { cards.set(one.block, one); if (picture) drawCard(); });
+    const at = (event) => {
+      const box = canvas.getBoundingClientRect(), column = Math.floor((event.clientX - box.left - grid.left) / grid.pitch), row = Math.floor((event.clientY - box.top - 5) / grid.pitch), id = row * grid.columns + column;
+      return column >= 0 && column < grid.columns && row >= 0 && id <= picture.num_blocks ? id : null;
+    };
+    canvas.onmousemove = (event) => { if (!picture) return; const id = at(event); if (id !== hover) { hover = id; point(id); } };
+    canvas.onmouseleave = () => { hover = null; if (picture) point(selected); };
+    canvas.onclick = (event) => { if (!picture) return; selected = at(event); const owner = selected === null ? null : sequenceOf(decode(selected).owner); ui.pin(owner ? owner[2] : null); point(selected); };
+    canvas.onkeydown = (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -grid?.columns, ArrowDown: grid?.columns }[event.key];
+      if (move === undefined || !picture) return;
+      selected = Math.max(0, Math.min(picture.num_blocks, (selected ?? 0) + move)); hover = null; point(selected);
+      event.preventDefault(); event.stopPropagation();
+    };
+    return {
+      draw(next) {
+        const appeared = next.copies.length && JSON.stringify(next.copies) !== flashed;
+        picture = next; cards = new Map(); flashed = JSON.stringify(next.copies);
+        canvas.setAttribute("aria-label", captionText(next.caption));
+        el.classList.toggle("narrow", ui.width < 900);
+        flash = 1; paint(); drawLegend(); drawCard();
+        if ((hover ?? selected) !== null) ui.send({ type: "card", block: hover ?? selected });
+        if (appeared && !ui.reducedMotion) fade(performance.now(), next);
+      },
+    };
+    /** The one animation: rings of a copy come up in 320 ms. */
+    function fade(started, drawn) {
+      requestAnimationFrame((now) => {
+        if (picture !== drawn) return;
+        flash = Math.min(1, 0.25 + (0.75 * (now - started)) / 320); paint();
+        if (flash < 1) fade(started, drawn);
+      });
+    }
+  }
+  figures.block_map = { title: "BlockMap", question: "Which sequence owns this block?", mount };
+}

@@ -1,0 +1,183 @@
+// The shell of a view: the transport bar, the figures' frames, theme, keys, and the messages to and from Python.
+//
+// A figure is given `ui`: { palette, width, pinned, reducedMotion, theme, pin(request), seek(position), send(message), redraw(),
+// onCard(callback) }. It draws what it is sent, and decides nothing.
+
+const SPEEDS = [2, 8, 20, 60];
+
+const ICONS = {
+  back: "M2 2h2v10H2zM12 2v10L5 7z", forward: "M10 2h2v10h-2zM2 2v10l7-5z", play: "M3 1.5v11l9-5.5z", pause: "M3 2h3v10H3zM8 2h3v10H8z",
+  theme: "M7 1a6 6 0 1 0 0 12zM7 0a7 7 0 1 1 0 14A7 7 0 0 1 7 0z",
+};
+const icon = (name) => `<svg viewBox="0 0 14 14" width="14" height="14" fill="currentColor" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
+
+/** "light" or "dark", as the page around says: JupyterLab, VS Code, Colab, or the system. */
+function pageTheme() {
+  const body = document.body, root = document.documentElement;
+  if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "false" ? "dark" : "light";
+  if (body.classList.contains("vscode-dark") || root.getAttribute("theme") === "dark") return "dark";
+  if (body.classList.contains("vscode-light") || root.getAttribute("theme") === "light") return "light";
+  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+/** The transport bar; `act(message)` sends to Python. Returns update(transport, marks). */
+function mountTransport(root, act, toggleTheme) {
+  const button = (label, title, content, message, extra = "") => {
+    const b = h("button", { type: "button", "aria-label": label, title, class: extra });
+    b.innerHTML = content;
+    b.onclick = typeof message === "function" ? message : () => act(message);
+    return b;
+  };
+  const now = h("div", { class: "now", "data-refimpl": "step" });
+  const scrubber = h("input", { type: "range", min: "0", value: "0", "aria-label": "Step" });
+  const ticks = h("canvas", { "aria-hidden": "true" });
+  const scrub = h("div", { class: "scrub" }, ticks, scrubber);
+  const why = h("p", { class: "why", "aria-live": "polite", "data-refimpl": "why" });
+  const play = button("Play", "Play or pause the log (space)", icon("play"), () => act({ type: state.playing ? "pause" : "play" }), "main");
+  const live = button("Follow the engine", "Follow the newest step (End)", "live", { type: "live" });
+  const hold = button("Hold the engine", "Hold the engine between two steps, or let it go (h)", "hold", () => act({ type: "hold", hold: !state.held }));
+  const speed = button("Speed", "Speed (1 to 4)", "", () => act({ type: "speed", speed: SPEEDS[(SPEEDS.indexOf(state.speed) + 1) % 4] }));
+  const bar = h("div", { class: "bar", role: "toolbar", "aria-label": "Transport" },
+    h("div", { class: "row" },
+      button("Step back", "Step back (←)", icon("back"), { type: "step", delta: -1 }), play,
+      button("Step forward", "Step forward; at the end, let the engine take a step (→)", icon("forward"), { type: "step", delta: 1 }),
+      now, scrub, live, hold, speed,
+      button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> next <kbd>p</kbd>', { type: "next_preemption" }),
+      button("Light or dark", "Light or dark (t)", icon("theme"), toggleTheme)), why);
+  root.append(bar);
+  let state = { position: -1, count: 0, playing: false, speed: 8, held: false }, marks = [];
+  scrubber.oninput = () => act({ type: "seek", position: Number(scrubber.value) });
+
+  function drawTicks(P) {
+    const width = scrub.clientWidth, c = context(ticks, width, 34), X = (k) => (state.count > 1 ? (k / (state.count - 1)) * width : 0);
+    c.fillStyle = P.rule; c.fillRect(0, 16, width, 3);
+    c.fillStyle = P.ink; c.fillRect(0, 16, X(Math.max(0, state.position)), 3);
+    for (const [position, kind] of marks) {
+      const x = X(position);
+      if (kind === "arrival") { c.fillStyle = P.ink3; c.fillRect(x, 23, 1, 6); }
+      else if (kind === "preemption") { c.fillStyle = P.signal; c.beginPath(); c.moveTo(x - 5, 3); c.lineTo(x + 5, 3); c.lineTo(x, 11); c.fill(); }
+      else { c.strokeStyle = P.signal; c.lineWidth = 1.6; c.strokeRect(x - 4, 3.5, 7, 7); }
+    }
+    c.beginPath(); c.arc(X(Math.max(0, state.position)), 17.5, 6, 0, 7); c.fillStyle = P.bg; c.fill(); c.strokeStyle = P.ink; c.lineWidth = 2; c.stroke();
+  }
+  return {
+    say(text) { why.innerHTML = `<em>Note</em>${escapeHtml(text)}`; },
+    marks(more, whole) { marks = whole ? more : marks.concat(more); },
+    draw(transport, P) {
+      state = transport;
+      const where = transport.step === null ? "No step yet" : `Step ${fmt(transport.step)}`;
+      now.innerHTML = `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}, ${transport.clock.toFixed(3)} s</span>`;
+      why.innerHTML = "<em>Why?</em>" + transport.why.map(([who, what]) => (who ? `<b>${escapeHtml(who)}</b> ` : "") + escapeHtml(what)).join(". ").replace(/\.\.$/, ".");
+      why.setAttribute("aria-live", transport.playing || (transport.live && transport.drivable) ? "off" : "polite");
+      play.innerHTML = icon(transport.playing ? "pause" : "play");
+      play.setAttribute("aria-label", transport.playing ? "Pause" : "Play");
+      live.hidden = hold.hidden = !transport.engine;
+      live.classList.toggle("on", transport.live); hold.classList.toggle("on", transport.held);
+      hold.textContent = transport.held ? "held" : "hold";
+      speed.textContent = `${transport.speed} steps/s`;
+      scrubber.max = Math.max(0, transport.count - 1); scrubber.value = Math.max(0, transport.position);
+      scrubber.setAttribute("aria-valuetext", `${where}: ${why.textContent.slice(4)}`);
+      drawTicks(P);
+    },
+  };
+}
+
+/** A view over a model that has get, on and send: anywidget's, or the one of an exported page. Returns what takes it down. */
+function render({ model, el }) {
+  const root = h("div", { class: "refimpl", tabindex: "-1" });
+  el.append(root);
+  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false;
+  const act = (message) => model.send(message);
+  const ui = {
+    palette: {}, width: 1216, pinned: null, theme, reducedMotion: matchMedia("(prefers-reduced-motion: reduce)").matches,
+    send: act, pin: (request) => act({ type: "pin", request }), seek: (position) => act({ type: "seek", position }),
+    redraw: () => schedule(), cardListeners: [], onCard(callback) { this.cardListeners.push(callback); },
+  };
+  const toggleTheme = () => { chosenTheme = ui.theme === "dark" ? "light" : "dark"; applyTheme(); schedule(); };
+  function applyTheme() {
+    ui.theme = chosenTheme ?? pageTheme();
+    root.dataset.theme = ui.theme;
+    ui.palette = readPalette(root);
+  }
+  if (model.get("transport_shown")) {
+    root.append(h("p", { class: "heading" }, model.get("heading")));
+    transport = mountTransport(root, act, toggleTheme);
+  }
+  const mounted = {};
+  for (const name of model.get("names")) {
+    const figure = h("figure", { "data-figure": name }), title = h("h2"), caption = h("figcaption"), body = h("div", { class: `body ${name}` });
+    title.innerHTML = `${escapeHtml(figures[name].title)}<small>${escapeHtml(figures[name].question)}</small>`;
+    figure.append(title, caption, body);
+    root.append(figure);
+    mounted[name] = { caption, drawing: figures[name].mount(body, ui) };
+  }
+  applyTheme();
+
+  function draw() {
+    queued = false;
+    if (!last || !root.isConnected) return;
+    const visible = root.getBoundingClientRect();
+    ui.width = Math.max(320, Math.min(1216, root.clientWidth - 24));
+    ui.pinned = last.transport.pinned;
+    if (transport) transport.draw(last.transport, ui.palette);
+    if (visible.width === 0) return;
+    for (const [name, { caption, drawing }] of Object.entries(mounted)) {
+      const picture = last.pictures[name];
+      if (!picture) continue;
+      caption.innerHTML = captionHtml(picture.caption);
+      drawing.draw(picture);
+    }
+    root.dataset.position = last.transport.position;
+  }
+  function schedule() { if (!queued) { queued = true; requestAnimationFrame(draw); } }
+
+  function take(message, buffers) {
+    if (message.type === "frame") {
+      for (const [name, picture] of Object.entries(message.pictures)) {
+        if (picture.cells) picture.packed = unpackCells(mounted[name], picture, buffers);
+      }
+      last = message;
+      if (transport) transport.marks(message.marks, message.whole);
+      schedule();
+    } else if (message.type === "said" && transport) transport.say(message.text);
+    else if (message.type === "card") ui.cardListeners.forEach((callback) => callback(message.card));
+  }
+  model.on("msg:custom", take);
+
+  const keys = {
+    ArrowLeft: { type: "step", delta: -1 }, ArrowRight: { type: "step", delta: 1 }, Home: { type: "seek", position: 0 }, End: { type: "live" },
+    p: { type: "next_preemption" }, Escape: { type: "pin", request: null },
+  };
+  function onKey(event) {
+    if (event.metaKey || event.ctrlKey || event.altKey || event.defaultPrevented) return;
+    const key = event.key, inButton = event.target.tagName === "BUTTON";
+    if (key === " " && !inButton && last) act({ type: last.transport.playing ? "pause" : "play" });
+    else if (key === "t") toggleTheme();
+    else if (key === "h" && last) act({ type: "hold", hold: !last.transport.held });
+    else if (/^[1-4]$/.test(key)) act({ type: "speed", speed: SPEEDS[key - 1] });
+    else if (keys[key] && event.target.tagName !== "INPUT") act(keys[key]);
+    else return;
+    event.preventDefault(); event.stopPropagation();  // the notebook keeps its own keys for when the focus is elsewhere
+  }
+  root.addEventListener("keydown", onKey);
+  root.addEventListener("pointerdown", () => { if (!root.contains(document.activeElement)) root.focus({ preventScroll: true }); });
+  const resized = new ResizeObserver(() => schedule());
+  resized.observe(root);
+  const themed = new MutationObserver(() => { applyTheme(); schedule(); });
+  themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
+  act({ type: "hello" });
+  return () => { resized.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
+}
+
+/** A figure's cells as a Uint32Array of two words a block, brought up to date with what came. */
+function unpackCells(holder, picture, buffers) {
+  const source = buffers[picture.buffer];
+  const bytes = source instanceof DataView ? source : new DataView(source.buffer ?? source, source.byteOffset ?? 0, source.byteLength);
+  const words = new Uint32Array(bytes.byteLength / 4);
+  for (let i = 0; i < words.length; i++) words[i] = bytes.getUint32(4 * i, true);
+  if (picture.cells === "all") return (holder.packed = words);
+  for (let i = 0; i < words.length; i += 3) { holder.packed[2 * words[i]] = words[i + 1]; holder.packed[2 * words[i] + 1] = words[i + 2]; }
+  return holder.packed;
+}
+
+export default { render };
