@@ -10,9 +10,18 @@ package = files("refimpl")
 assert "site-packages" in str(package), f"this is not the installed refimpl: {package}"
 names = [module.name for module in pkgutil.walk_packages(refimpl.__path__, "refimpl.")]
 names += [f"refimpl.kernels.{path.name[:-3]}" for path in package.joinpath("kernels").iterdir() if path.name.endswith(".py")]
-for name in sorted(set(names)):
+NEED_NOTEBOOKS = {"refimpl.visualizers.view", "refimpl.visualizers.widgets"}  # pip install "refimpl[notebooks]"
+for name in sorted(set(names) - NEED_NOTEBOOKS):
     importlib.import_module(name)
 assert "refimpl.kernels.reference" in names, names
-for data in ("py.typed", "bench/workloads/parity-20.jsonl"):
+for data in (
+    "py.typed",
+    "bench/workloads/parity-20.jsonl",
+    "bench/workloads/azure-2023.json",
+    "visualizers/static/shell.js",
+    "visualizers/static/base.css",
+    "notebooks/00_quickstart.ipynb",
+    "notebooks/claims.toml",
+):
     assert package.joinpath(data).is_file(), f"{data} is not in the wheel"
 print(f"{len(set(names))} modules imported")  # noqa: T201

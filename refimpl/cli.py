@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | pull | bench``.
+"""The command line: ``refimpl generate | pull | lab | bench``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -84,6 +85,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout, and nothing else.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Tell each request's story on stderr.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Draw blocks and batches on stderr while they change.")] = False,
     engine_options: dict[str, Any],
 ) -> None:
     """Generate text for prompts, batched through the engine.
@@ -100,12 +102,13 @@ def generate(
     from refimpl.llm import LLM
 
     with LLM(**engine_options) as llm:
-        show_bar = not as_json and sys.stderr.isatty() and len(listed) > 1
-        if chat:
-            conversations = [[{"role": "user", "content": _chat_text(prompt)}] for prompt in listed]
-            outputs = llm.chat(conversations, params, use_tqdm=show_bar)
-        else:
-            outputs = llm.generate(listed, params, use_tqdm=show_bar)
+        show_bar = not as_json and not watch and sys.stderr.isatty() and len(listed) > 1
+        with _watched(llm) if watch else nullcontext():
+            if chat:
+                conversations = [[{"role": "user", "content": _chat_text(prompt)}] for prompt in listed]
+                outputs = llm.chat(conversations, params, use_tqdm=show_bar)
+            else:
+                outputs = llm.generate(listed, params, use_tqdm=show_bar)
         for given, output in zip(listed, outputs, strict=True):
             if as_json:
                 print(json.dumps(_json_object(output, given), ensure_ascii=False), flush=True)
@@ -118,6 +121,12 @@ def generate(
                 print(llm.engine.explain(output.request_id), file=sys.stderr)
         if any(sample.finish_reason == "error" for output in outputs for sample in output.outputs):
             raise typer.Exit(1)
+
+
+def _watched(llm: Any) -> AbstractContextManager[None]:
+    from refimpl.visualizers.watch import watch
+
+    return watch(llm.engine.events)
 
 
 def _all_prompts(prompts: list[str] | None, prompts_file: Path | None) -> list[Any]:
@@ -216,3 +225,21 @@ def pull(
         print(embedded_checkpoint_folder())
     else:
         print(hub_checkpoint_folder(str(model)))
+
+
+@app.command()
+def lab(
+    folder: Annotated[Path, typer.Argument(help="Where the notebooks are copied to.")] = Path("refimpl-notebooks"),
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that were changed.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser; print the address.")] = False,
+    port: Annotated[int | None, typer.Option(help="JupyterLab's port.")] = None,
+) -> None:
+    """Copy the notebooks into a folder of your own, and open JupyterLab there."""
+    from refimpl.lab import copy_notebooks, open_lab
+
+    copied = copy_notebooks(folder, force)
+    print(f"{folder}: {len(copied.written)} file(s) written, {len(copied.same)} up to date", file=sys.stderr)
+    if copied.kept:
+        print(f"kept, since they differ from ours: {', '.join(copied.kept)} (--force overwrites)", file=sys.stderr)
+    raise typer.Exit(open_lab(folder, browser=not no_browser, port=port))

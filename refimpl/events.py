@@ -3,11 +3,12 @@
 Widgets, ``explain`` and recorded traces read these records and nothing else. A record is columnar: parallel tuples, one
 entry a row. Within a record, things happen in this order::
 
-    arrived · aborted · preempted, exhausted · admitted · swapped_in · copies · allocated · the batch · tokens · finished
+    arrived · reset · aborted, exhausted, preempted · evicted · admitted · swapped_in · allocated · copies · the batch
+    published · tokens · finished
 
-A record is written when its step's tokens are taken in, so a log is in the order of ``updated_at``. With overlap the next
-step has been planned by then, and a sequence that ends gives back blocks that the next step took for it: whoever rebuilds
-tables and counts of free blocks goes by :func:`moments`.
+A record is written when its step's tokens are taken in, in the order of the steps. With overlap the next step has been
+planned by then, and may hold rows and blocks of sequences that this one ends: whoever rebuilds tables skips what has ended.
+:func:`moments` tells the order in which everything really happened.
 
 On disk a log is JSON lines (gzipped where the name ends in .gz): a header, then a record a line.
 """
@@ -26,7 +27,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from refimpl.errors import RefimplError
-from refimpl.outputs import BlockCopy, Decision, Finish, Preemption, PrefixHit
+from refimpl.outputs import BlockCopy, CacheChanges, Decision, Finish, Preemption, PrefixHit
 
 SCHEMA_VERSION = 1
 
@@ -70,8 +71,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """(slot, block ids appended to its table): new ones, cached ones, and those that a fork shares."""
     copies: tuple[BlockCopy, ...] = ()
     """Copy-on-write: a shared block of a table is replaced by a copy."""
-    evicted: tuple[int, ...] = ()
-    """Blocks that the prefix cache gave back."""
+    cache_changes: CacheChanges = CacheChanges()
+    """What the prefix cache took in and forgot; a block of no table is cached if it was published, else free."""
     prefix_hits: tuple[PrefixHit, ...] = ()
     """Cached blocks at the head of a table, which are also in ``allocated``."""
     swapped_out: tuple[tuple[int, int], ...] = ()
@@ -102,7 +103,8 @@ class LogHeader(msgspec.Struct, frozen=True):
     clock: str
     """What the times count: "monotonic" (a real engine) or "virtual" (a simulated one)."""
     config: dict[str, Any]
-    """The engine's numbers: model, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len."""
+    """The engine's numbers: model, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len, and, where
+    there is a model, device, weight_bytes and block_bytes (of a block over all layers)."""
 
 
 class _Version(msgspec.Struct):
@@ -110,6 +112,36 @@ class _Version(msgspec.Struct):
 
     schema: int
     refimpl: str = "its version is not noted"
+
+
+RowKind = Literal["prefill", "decode"]
+
+
+class RowKinds:
+    """Tells the two kinds of rows apart, record by record in the order of the log.
+
+    "prefill" computes tokens that are known, up to and with the row that draws a new one: those of a prompt, or all of them
+    after a preemption. "decode" goes on from the token drawn last.
+    """
+
+    def __init__(self) -> None:
+        self._prefilling: set[int] = set()
+
+    def of(self, record: StepRecord) -> list[RowKind]:
+        """The kind of each row of the next record."""
+        prefilling = self._prefilling
+        prefilling.difference_update(finish.sequence_id for finish in (*record.aborted, *record.exhausted))
+        prefilling.difference_update(preemption.sequence_id for preemption in record.preempted)
+        parents = {child: parent for parent, child in record.forks}
+        for sequence_id, _, _ in record.admitted:
+            parent = parents.get(sequence_id)
+            if parent is None or parent in prefilling:  # a fork of one that decodes goes on decoding
+                prefilling.add(sequence_id)
+        kinds: list[RowKind] = ["prefill" if s in prefilling else "decode" for s in record.sequence_ids]
+        drew = (s for s, token in zip(record.sequence_ids, record.token_ids, strict=False) if token >= 0)
+        prefilling.difference_update(drew)
+        prefilling.difference_update(finish.sequence_id for finish in record.finished)
+        return kinds
 
 
 Moment = Literal["planned", "updated"]
@@ -172,8 +204,8 @@ class EventLog:
             file.writelines(encode(record) + b"\n" for record in tuple(self.records))
 
     @classmethod
-    def load(cls, path: str | Path) -> EventLog:
-        """Read a saved log.
+    def load(cls, path: str | Path, partial: bool = False) -> EventLog:
+        """Read a saved log. With ``partial``, one that was cut off within its last record is read up to there (logged).
 
         Raises:
             RefimplError: it is no event log, is cut short, or was written by another schema version.
@@ -190,7 +222,7 @@ class EventLog:
                         f"Read it with the refimpl that wrote it ({written_by.refimpl})"
                     )
                 header = msgspec.json.decode(first_line, type=LogHeader)
-                records = [msgspec.json.decode(line, type=StepRecord) for line in file]
+                records = _read_records(file, path if partial else None)
         except OSError as error:
             if isinstance(error, gzip.BadGzipFile):
                 raise RefimplError(f"{path} is no event log, or is damaged: {error}") from error
@@ -200,6 +232,31 @@ class EventLog:
         loaded = cls(header, capacity=max(1, len(records)))
         loaded.records.extend(records)
         return loaded
+
+    def to_pandas(self) -> Any:
+        """One row a step and sequence in its batch, as a ``pandas.DataFrame``.
+
+        Columns: step, scheduled_at, updated_at, sequence_id, request_id (missing where the arrival is not in the log any
+        more), slot, num_new_tokens, token_id and token_text (missing where the row drew none), kind (prefill or decode).
+
+        Raises:
+            RefimplError: pandas is not installed.
+
+        """
+        try:
+            import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+        except ImportError as error:
+            raise RefimplError("to_pandas needs pandas, which is not installed: pip install pandas") from error
+        kinds, requests, rows = RowKinds(), dict[int, str](), []
+        for record in tuple(self.records):
+            requests |= {s: arrival.request_id for arrival in record.arrived for s in arrival.sequence_ids}
+            columns = (record.slots, record.num_new_tokens, record.token_ids, record.token_texts, kinds.of(record))
+            times = (record.step, record.scheduled_at, record.updated_at)
+            for sequence_id, slot, num_new_tokens, token, text, kind in zip(record.sequence_ids, *columns, strict=True):
+                drawn = (token, text) if token >= 0 else (None, None)
+                rows.append((*times, sequence_id, requests.get(sequence_id), slot, num_new_tokens, *drawn, kind))
+        frame = pd.DataFrame(rows, columns=list(_TABLE))
+        return frame.astype({name: kind for name, kind in _TABLE.items() if kind})
 
     def replay(self, speed: float | None = None) -> Iterator[StepRecord]:
         """The records in order: at once, or waiting between them as they were apart, ``speed`` times as fast.
@@ -216,6 +273,40 @@ class EventLog:
                 time.sleep(max(0.0, (record.updated_at - previous) / speed))
             previous = record.updated_at
             yield record
+
+
+def _read_records(file: IO[Any], partial: Path | None) -> list[StepRecord]:
+    """The rest of a log's lines. ``partial`` is the name of a file that may end within one."""
+    records: list[StepRecord] = []
+    line = b"\n"
+    try:
+        for line in file:
+            records.append(msgspec.json.decode(line, type=StepRecord))
+    except (msgspec.DecodeError, EOFError) as error:
+        cut = isinstance(error, EOFError) or not line.endswith(b"\n")
+        if partial is None or not cut:
+            raise
+        log.warning(
+            "%s ends in the middle of a record: its writer was cut off. %d records before that were read",
+            partial,
+            len(records),
+        )
+    return records
+
+
+_TABLE = {
+    "step": "int64",
+    "scheduled_at": "float64",
+    "updated_at": "float64",
+    "sequence_id": "int64",
+    "request_id": None,
+    "slot": "int64",
+    "num_new_tokens": "int64",
+    "token_id": "Int64",
+    "token_text": None,
+    "kind": None,
+}
+"""The columns of ``to_pandas`` and their types; without one it is text."""
 
 
 def _open(path: Path, mode: str) -> IO[Any]:

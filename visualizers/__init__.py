@@ -13,17 +13,57 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.visualizers.export import export_perfetto, record, replay
     from refimpl.visualizers.history import History
+    from refimpl.visualizers.page import export_html
     from refimpl.visualizers.state import State
-    from refimpl.visualizers.widgets import BlockMap
+    from refimpl.visualizers.terminal import render
+    from refimpl.visualizers.watch import watch
+    from refimpl.visualizers.widgets import (
+        BatchTimeline,
+        BlockMap,
+        BlockTables,
+        Dashboard,
+        LatencyView,
+        MemoryView,
+        StaticAndContinuous,
+    )
 
 _HOMES = {
+    "BatchTimeline": "widgets",
     "BlockMap": "widgets",
+    "BlockTables": "widgets",
+    "Dashboard": "widgets",
     "History": "history",
+    "LatencyView": "widgets",
+    "MemoryView": "widgets",
     "State": "state",
+    "StaticAndContinuous": "widgets",
+    "export_html": "page",
+    "export_perfetto": "export",
+    "record": "export",
+    "render": "terminal",
+    "replay": "export",
+    "watch": "watch",
 }
 
-__all__ = ["BlockMap", "History", "State"]
+__all__ = [
+    "BatchTimeline",
+    "BlockMap",
+    "BlockTables",
+    "Dashboard",
+    "History",
+    "LatencyView",
+    "MemoryView",
+    "State",
+    "StaticAndContinuous",
+    "export_html",
+    "export_perfetto",
+    "record",
+    "render",
+    "replay",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> object:

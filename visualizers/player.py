@@ -39,7 +39,7 @@ class Player:
         self.position = len(self.history) - 1
         self.live = True
         self.playing = False
-        self.speed = SPEEDS[1]
+        self.speed: float = SPEEDS[1]
         self.pinned: str | None = None
         self._engine = ref(engine) if engine is not None else None
         self._lock = threading.RLock()
@@ -83,6 +83,7 @@ class Player:
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
+                self._wake.set()  # the thread ends when nobody listens
 
     def locked(self) -> AbstractContextManager[Any]:
         """The lock to hold while history and position are read together. The engine's thread never takes it."""
@@ -114,6 +115,8 @@ class Player:
         """Go on by itself, ``speed`` steps a second; from the beginning if it stands at the end."""
         with self._lock:
             self.catch_up()
+            if not self.history.records:
+                return
             if self.position >= len(self.history) - 1:
                 self.position = 0
             self.live, self.playing = False, True

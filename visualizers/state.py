@@ -121,6 +121,7 @@ class State:
         self._owners: dict[int, list[int]] = {}
         self._index: dict[int, int] = {}
         self._published: set[int] = set()
+        self._num_shared = self._num_cached = 0
         self._resting_hues = list(range(NUM_HUES))
         self._hue_of: dict[str, int] = {}
         self._alive_of: dict[str, int] = {}
@@ -153,9 +154,7 @@ class State:
 
     def counts(self) -> dict[str, int]:
         """Usable blocks by kind: owned by one, shared, cached, free. They sum to ``num_blocks``."""
-        shared = sum(len(owners) > 1 for owners in self._owners.values())
-        cached = len(self._published - self._owners.keys())
-        used = len(self._owners)
+        used, shared, cached = len(self._owners), self._num_shared, self._num_cached
         return {"owned": used - shared, "shared": shared, "cached": cached, "free": self.num_blocks - used - cached}
 
     def alive(self) -> list[SequenceState]:
@@ -188,8 +187,7 @@ class State:
         for arrival in record.arrived:
             self._arrive(arrival, record)
         if record.cache_changes.reset:
-            self.changed |= self._published
-            self._published.clear()
+            self._forget(tuple(self._published))
         for finish in (*record.aborted, *record.exhausted):
             self._end(finish)
         for preemption in record.preempted:
@@ -213,7 +211,10 @@ class State:
                 self._disown(sequence.sequence_id, copy.source)
                 sequence.table[copy.index] = copy.target
                 self._own(sequence.sequence_id, copy.target, copy.index)
-        self._published.update(record.cache_changes.published)
+        for block_id in record.cache_changes.published:
+            if block_id not in self._published:
+                self._published.add(block_id)
+                self._num_cached += block_id not in self._owners
         self.changed.update(record.cache_changes.published)
 
     def _draw(self, record: StepRecord) -> None:
@@ -306,19 +307,27 @@ class State:
             sequence.table.append(block_id)
 
     def _own(self, sequence_id: int, block_id: int, index: int) -> None:
-        self._owners.setdefault(block_id, []).append(sequence_id)
+        owners = self._owners.setdefault(block_id, [])
+        owners.append(sequence_id)
+        self._num_shared += len(owners) == 2
+        self._num_cached -= len(owners) == 1 and block_id in self._published
         self._index[block_id] = index
         self.changed.add(block_id)
 
     def _disown(self, sequence_id: int, block_id: int) -> None:
         owners = self._owners[block_id]
         owners.remove(sequence_id)
+        self._num_shared -= len(owners) == 1
         if not owners:
+            self._num_cached += block_id in self._published
             del self._owners[block_id], self._index[block_id]
         self.changed.add(block_id)
 
     def _forget(self, block_ids: Iterable[int]) -> None:
-        self._published.difference_update(block_ids)
+        for block_id in block_ids:
+            if block_id in self._published:
+                self._published.remove(block_id)
+                self._num_cached -= block_id not in self._owners
         self.changed.update(block_ids)
 
     def copy(self) -> State:
@@ -332,6 +341,7 @@ class State:
         }
         other._owners = {block_id: list(owners) for block_id, owners in self._owners.items()}
         other._index, other._published = dict(self._index), set(self._published)
+        other._num_shared, other._num_cached = self._num_shared, self._num_cached
         other._resting_hues, other._hue_of = list(self._resting_hues), dict(self._hue_of)
         other._alive_of = dict(self._alive_of)
         return other

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anywidget
@@ -19,26 +17,11 @@ from refimpl.errors import RefimplError
 from refimpl.visualizers import static_html
 from refimpl.visualizers.figure import Figure, plain
 from refimpl.visualizers.frames import Sender
+from refimpl.visualizers.page import heading, script, style
 from refimpl.visualizers.player import Player
 from refimpl.visualizers.source import player_for
 
 log = logging.getLogger(__name__)
-
-
-@cache
-def script(names: tuple[str, ...]) -> str:
-    """The module of a view with these figures."""
-    folder = files("refimpl.visualizers").joinpath("static")
-    parts = ["common.js", *(f"{name}.js" for name in names), "shell.js"]
-    return "\n".join(folder.joinpath(part).read_text(encoding="utf-8") for part in parts)
-
-
-@cache
-def style(names: tuple[str, ...]) -> str:
-    """Its style sheet."""
-    folder = files("refimpl.visualizers").joinpath("static")
-    sheets = [folder.joinpath(part) for part in ("base.css", *(f"{name}.css" for name in names))]
-    return "\n".join(sheet.read_text(encoding="utf-8") for sheet in sheets if sheet.is_file())
 
 
 class View(anywidget.AnyWidget):
@@ -54,23 +37,27 @@ class View(anywidget.AnyWidget):
 
     figures: Sequence[Figure] = ()
     with_transport = True
-    names = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    shown = traitlets.List(traitlets.List(traitlets.Unicode())).tag(sync=True)
+    """[name, title, question] of each figure."""
     heading = traitlets.Unicode("").tag(sync=True)
     transport_shown = traitlets.Bool(True).tag(sync=True)
-    _esm = "export default { render() {} }"
+    _esm = _css = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "figures" in cls.__dict__:  # traitlets makes a further subclass for each widget
+            names = tuple(figure.name for figure in cls.figures)
+            cls._esm, cls._css = script(names), style(names)
+        super().__init_subclass__(**options)
 
     def __init__(self, source: Any, **options: Any) -> None:
-        names = tuple(figure.name for figure in self.figures)
         self.player: Player = player_for(source)
         self._sender = Sender(self.figures)
         self._sending = threading.Lock()
         self._wanted_whole = True
         super().__init__(
-            names=list(names),
-            heading=_heading(self.player),
+            shown=[[figure.name, figure.title, figure.question] for figure in self.figures],
+            heading=heading(self.player.history.config),
             transport_shown=self.with_transport,
-            _esm=script(names),
-            _css=style(names),
             **options,
         )
         self.on_msg(self._on_message)
@@ -84,17 +71,17 @@ class View(anywidget.AnyWidget):
             self._send_frame(whole=False)
 
     def _send_frame(self, whole: bool) -> None:
-        with self._sending, self.player.locked():
-            message, buffers = self._sender.frame(self.player, whole)
-        self.send(message, buffers=buffers)
+        with self._sending:  # differences must arrive in the order in which they were taken
+            with self.player.locked():
+                message, buffers = self._sender.frame(self.player, whole)
+            self.send(message, buffers=buffers)
 
     # ------------------------------------------------------------------ from the browser
 
     def _on_message(self, _widget: Any, message: Any, _buffers: Any) -> None:
         """A button, a key, a click. What a browser sends is not trusted: anything else is ignored."""
-        if not isinstance(message, dict):
-            return
-        action = _ACTIONS.get(message.get("type", ""))
+        kind = message.get("type") if isinstance(message, dict) else None
+        action = _ACTIONS.get(kind) if isinstance(kind, str) else None
         if action is None:
             return
         try:
@@ -132,14 +119,8 @@ class View(anywidget.AnyWidget):
         engine = self.player.engine
         if engine is None:
             raise RefimplError("this is a saved log: no engine runs behind it")
+        engine.step_by_hand()
         self.player.go_live()
-        if engine.gate.num_waiting:
-            engine.gate.allow(1)
-        elif engine.has_unfinished_requests():
-            engine.gate.allow(1)
-            engine.keep_for_next_step(engine.step())
-        else:
-            raise RefimplError("no request waits or runs; add one with engine.add_request, or call generate")
 
     def _hold(self, message: dict[str, Any]) -> None:
         """Hold the engine before its next step, or let it go."""
@@ -148,6 +129,11 @@ class View(anywidget.AnyWidget):
             raise RefimplError("this is a saved log: no engine runs behind it")
         (engine.gate.close if message["hold"] else engine.gate.open)()
         self.player.go_live()
+
+    def _pin(self, message: dict[str, Any]) -> None:
+        request = message["request"]
+        if request is None or isinstance(request, str):
+            self.player.pin(request)
 
     def _card(self, message: dict[str, Any]) -> None:
         """Somebody points at a block: all of it, which is not sent with each frame."""
@@ -160,7 +146,7 @@ class View(anywidget.AnyWidget):
     def close(self) -> None:
         """Take the widget off the page and let the log go."""
         self._stop_listening()
-        super().close()  # type: ignore[no-untyped-call]
+        super().close()
 
     # ------------------------------------------------------------------ without a browser
 
@@ -186,15 +172,7 @@ class View(anywidget.AnyWidget):
             return "\n".join(plain(figure.picture(history, position)["caption"]) for figure in self.figures)
 
 
-def _heading(player: Player) -> str:
-    config = player.history.config
-    return (
-        f"{config.get('model', 'an engine')}: {config['num_blocks']:,} blocks of {config['block_size']} tokens, "
-        f"{config['max_num_batched_tokens']:,} tokens a step at most, {config['max_num_seqs']} slots"
-    )
-
-
-_ACTIONS = {
+_ACTIONS: dict[str, Callable[[View, dict[str, Any]], None]] = {
     "hello": View._hello,
     "seek": View._seek,
     "step": View._step,
@@ -205,7 +183,7 @@ _ACTIONS = {
     "pause": lambda view, _: view.player.pause(),
     "live": lambda view, _: view.player.go_live(),
     "speed": lambda view, message: view.player.set_speed(float(message["speed"])),
-    "pin": lambda view, message: view.player.pin(message["request"]),
+    "pin": View._pin,
     "next_preemption": lambda view, _: _next_preemption(view),
 }
 

@@ -97,7 +97,7 @@ def ceiling(lengths: list[tuple[int, int]]) -> float:
 
 
 def _serve(engine_options: dict[str, Any], lengths: list[tuple[int, int]]) -> dict[str, list[float]]:
-    """Seconds of each step, by side. It is the turn of the one with the most tokens left, so all end at about the same time."""
+    """Seconds of each step, by side. The one with the most tokens left has its turn, so all end at about the same time."""
     longest = max(prompt + answer for prompt, answer in lengths)
     fixed = {"max_num_seqs": BATCH, "max_model_len": longest, "enable_prefix_caching": False, "async_scheduling": False}
     engines = {side: Engine(EngineArgs.from_options(engine_options | fixed | own)) for side, own in SIDES.items()}

@@ -89,20 +89,26 @@ class Chart:
             }
             for (name, points), colour in self._coloured()
         ]
-        axes = {
-            f"{axis}axis": {"title": {"text": title}, "type": "log" if log else "linear"}
-            for axis, title, log in (("x", self.x, self.log_x), ("y", self.y, self.log_y))
-        }
-        shape = {"width": WIDTH, "height": HEIGHT, "title": {"text": self.title}, "legend": {"x": 1.02, "y": 1}}
-        return {"data": traces, "layout": axes | shape}
+        axes: dict[str, Any] = {}
+        for axis, title, scale in zip("xy", (self.x, self.y), self._scales(), strict=True):
+            axes[f"{axis}axis"] = {"title": {"text": title}, "type": "log" if scale.log else "linear"}
+            if scale.log:  # plotly's own ticks are digits there
+                axes[f"{axis}axis"] |= {"tickvals": scale.ticks(), "ticktext": [short(value) for value in scale.ticks()]}
+        legend = {"orientation": "h", "x": 0, "y": -0.25}
+        return {"data": traces, "layout": axes | {"height": HEIGHT, "title": {"text": self.title}, "legend": legend}}
+
+    def _scales(self) -> tuple[_Scale, _Scale]:
+        """The horizontal and the vertical one."""
+        xs = [x for points in self.lines.values() for x, _ in points]
+        ys = [y for points in self.lines.values() for _, y in points]
+        return _Scale(xs, self.log_x, LEFT, WIDTH - RIGHT), _Scale(ys, self.log_y, HEIGHT - BOTTOM, TOP)
 
     def _coloured(self) -> list[tuple[tuple[str, Points], str]]:
         return [(line, COLOURS[i % len(COLOURS)]) for i, line in enumerate(self.lines.items())]
 
     def svg(self) -> str:
         """The figure as a drawing of its own."""
-        xs = _Scale([x for points in self.lines.values() for x, _ in points], self.log_x, LEFT, WIDTH - RIGHT)
-        ys = _Scale([y for points in self.lines.values() for _, y in points], self.log_y, HEIGHT - BOTTOM, TOP)
+        xs, ys = self._scales()
         middle = (TOP + HEIGHT - BOTTOM) / 2
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -156,19 +162,19 @@ class _Scale:
     """From values to places on an axis of ``start`` to ``end`` pixels. A linear axis holds 0."""
 
     def __init__(self, values: Sequence[float], log: bool, start: float, end: float) -> None:
-        self._log, self._start, self._end = log, start, end
+        self.log, self._start, self._end = log, start, end
         low, high = (min(values), max(values)) if log else (min(0.0, *values), max(0.0, *values))
         room = (high / low) ** 0.05 if log and high > low else 1.1
         self._low, self._high = (low / room, high * room) if log else (low, (high or 1) * 1.05)
 
     def at(self, value: float) -> float:
         """The pixel of a value."""
-        low, high, value = (map(math.log, (self._low, self._high, value))) if self._log else (self._low, self._high, value)
+        low, high, value = (map(math.log, (self._low, self._high, value))) if self.log else (self._low, self._high, value)
         return self._start + (value - low) / (high - low) * (self._end - self._start)
 
     def ticks(self) -> list[float]:
         """Round values that lie on the axis, about eight at most."""
-        if not self._log:
+        if not self.log:
             step = 10 ** math.floor(math.log10((self._high - self._low) / 4))
             step = next(step * m for m in (1, 2, 5, 10) if (self._high - self._low) / (step * m) <= 8)
             return [step * i for i in range(math.ceil(self._low / step), math.floor(self._high / step) + 1)]

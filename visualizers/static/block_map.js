@@ -11,7 +11,7 @@
     return { cell: 2, pitch: 2, left: 0, columns: Math.max(1, Math.floor(map / 2)), letters: false, pixels: true };
   }
 
-  function swatch(P, kind, colour) {
+  function swatch(P, kind, colour = P.solid) {
     const shapes = {
       free: `<rect width="14" height="14" fill="${P.free}"/><circle cx="7" cy="7" r="1.3" fill="${P.ink3}"/>`,
       cached: `<rect width="14" height="14" fill="${P.cached}"/>`,
@@ -199,5 +199,5 @@
       });
     }
   }
-  figures.block_map = { title: "BlockMap", question: "Which sequence owns this block?", mount };
+  figures.block_map = { mount };
 }

@@ -45,7 +45,7 @@ function mountTransport(root, act, toggleTheme) {
       button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> next <kbd>p</kbd>', { type: "next_preemption" }),
       button("Light or dark", "Light or dark (t)", icon("theme"), toggleTheme)), why);
   root.append(bar);
-  let state = { position: -1, count: 0, playing: false, speed: 8, held: false }, marks = [];
+  let state = { position: -1, count: 0, playing: false, speed: 8, held: false }, marks = [], note = null;
   scrubber.oninput = () => act({ type: "seek", position: Number(scrubber.value) });
 
   function drawTicks(P) {
@@ -61,13 +61,14 @@ function mountTransport(root, act, toggleTheme) {
     c.beginPath(); c.arc(X(Math.max(0, state.position)), 17.5, 6, 0, 7); c.fillStyle = P.bg; c.fill(); c.strokeStyle = P.ink; c.lineWidth = 2; c.stroke();
   }
   return {
-    say(text) { why.innerHTML = `<em>Note</em>${escapeHtml(text)}`; },
-    marks(more, whole) { marks = whole ? more : marks.concat(more); },
+    say(text) { note = text; },
+    marks(more, whole) { marks = whole ? more : marks.concat(more); note = null; },
     draw(transport, P) {
       state = transport;
       const where = transport.step === null ? "No step yet" : `Step ${fmt(transport.step)}`;
       now.innerHTML = `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}, ${transport.clock.toFixed(3)} s</span>`;
-      why.innerHTML = "<em>Why?</em>" + transport.why.map(([who, what]) => (who ? `<b>${escapeHtml(who)}</b> ` : "") + escapeHtml(what)).join(". ").replace(/\.\.$/, ".");
+      const reasons = "<em>Why?</em>" + transport.why.map(([who, what]) => (who ? `<b>${escapeHtml(who)}</b> ` : "") + escapeHtml(what)).join(". ").replace(/\.\.$/, ".");
+      why.innerHTML = note === null ? reasons : `<em>Note</em>${escapeHtml(note)}`;
       why.setAttribute("aria-live", transport.playing || (transport.live && transport.drivable) ? "off" : "polite");
       play.innerHTML = icon(transport.playing ? "pause" : "play");
       play.setAttribute("aria-label", transport.playing ? "Pause" : "Play");
@@ -104,9 +105,9 @@ function render({ model, el }) {
     transport = mountTransport(root, act, toggleTheme);
   }
   const mounted = {};
-  for (const name of model.get("names")) {
+  for (const [name, shownTitle, question] of model.get("shown")) {
     const figure = h("figure", { "data-figure": name }), title = h("h2"), caption = h("figcaption"), body = h("div", { class: `body ${name}` });
-    title.innerHTML = `${escapeHtml(figures[name].title)}<small>${escapeHtml(figures[name].question)}</small>`;
+    title.innerHTML = `${escapeHtml(shownTitle)}<small>${escapeHtml(question)}</small>`;
     figure.append(title, caption, body);
     root.append(figure);
     mounted[name] = { caption, drawing: figures[name].mount(body, ui) };
@@ -116,6 +117,7 @@ function render({ model, el }) {
   function draw() {
     queued = false;
     if (!last || !root.isConnected) return;
+    if (!ui.palette.bg) applyTheme();  // the styles were not there yet when the view was made
     const visible = root.getBoundingClientRect();
     ui.width = Math.max(320, Math.min(1216, root.clientWidth - 24));
     ui.pinned = last.transport.pinned;
@@ -133,13 +135,14 @@ function render({ model, el }) {
 
   function take(message, buffers) {
     if (message.type === "frame") {
+      if (!last && !message.whole) return;  // differences for another view of this model; ours is on its way
       for (const [name, picture] of Object.entries(message.pictures)) {
         if (picture.cells) picture.packed = unpackCells(mounted[name], picture, buffers);
       }
       last = message;
       if (transport) transport.marks(message.marks, message.whole);
       schedule();
-    } else if (message.type === "said" && transport) transport.say(message.text);
+    } else if (message.type === "said" && transport) { transport.say(message.text); schedule(); }
     else if (message.type === "card") ui.cardListeners.forEach((callback) => callback(message.card));
   }
   model.on("msg:custom", take);
@@ -148,8 +151,11 @@ function render({ model, el }) {
     ArrowLeft: { type: "step", delta: -1 }, ArrowRight: { type: "step", delta: 1 }, Home: { type: "seek", position: 0 }, End: { type: "live" },
     p: { type: "next_preemption" }, Escape: { type: "pin", request: null },
   };
+  const isPlain = (event) => !(event.metaKey || event.ctrlKey || event.altKey || event.shiftKey);
+  /** JupyterLab looks at keys first, and has its own use for some; plain ones are the widget's while it has the focus. */
+  function claimKey(event) { if (root.contains(event.target)) event.target.toggleAttribute("data-lm-suppress-shortcuts", isPlain(event)); }
   function onKey(event) {
-    if (event.metaKey || event.ctrlKey || event.altKey || event.defaultPrevented) return;
+    if (!isPlain(event) || event.defaultPrevented) return;
     const key = event.key, inButton = event.target.tagName === "BUTTON";
     if (key === " " && !inButton && last) act({ type: last.transport.playing ? "pause" : "play" });
     else if (key === "t") toggleTheme();
@@ -159,6 +165,7 @@ function render({ model, el }) {
     else return;
     event.preventDefault(); event.stopPropagation();  // the notebook keeps its own keys for when the focus is elsewhere
   }
+  window.addEventListener("keydown", claimKey, true);
   root.addEventListener("keydown", onKey);
   root.addEventListener("pointerdown", () => { if (!root.contains(document.activeElement)) root.focus({ preventScroll: true }); });
   const resized = new ResizeObserver(() => schedule());
@@ -166,7 +173,7 @@ function render({ model, el }) {
   const themed = new MutationObserver(() => { applyTheme(); schedule(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
   act({ type: "hello" });
-  return () => { resized.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
+  return () => { window.removeEventListener("keydown", claimKey, true); resized.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
 }
 
 /** A figure's cells as a Uint32Array of two words a block, brought up to date with what came. */

@@ -1,0 +1,89 @@
+"""Execute the notebooks anew, and keep them in the form in which they are committed.
+
+    python tests/notebooks/run_notebooks.py [NAME …]     # such as 01_kv_cache; without a name, all of them
+
+Each runs in an empty folder, with a kernel of this Python. What is kept is the code, its outputs and the cells' ids and
+tags: no times of execution, no widget state, nothing that names a machine. Of a widget its picture is kept.
+"""
+# ruff: noqa: T201, a command prints
+
+import base64
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+SECONDS_A_CELL = 120
+KEPT_OF_A_CELL = ("tags", "jupyter", "cellView")
+LIVE = "application/vnd.jupyter.widget-view+json"
+DRAWING = re.compile(r"<svg\b.*?</svg>", re.DOTALL)
+
+
+def execute(path, folder):
+    """A notebook with fresh outputs; its cells run in ``folder``.
+
+    Raises:
+        CellExecutionError: a cell raised.
+
+    """
+    notebook = normal(nbformat.read(path, as_version=4))
+    client = NotebookClient(
+        notebook, timeout=SECONDS_A_CELL, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    return client.execute()
+
+
+def normal(notebook):
+    """The form in which a notebook is committed: the same cells and outputs make the same file."""
+    notebook = nbformat.from_dict(notebook)
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict({name: cell.metadata[name] for name in KEPT_OF_A_CELL if name in cell.metadata})
+        for output in cell.get("outputs", []):
+            if "metadata" in output:
+                output.metadata = nbformat.from_dict({})
+            if "data" in output:
+                output.data = nbformat.from_dict(picture(output.data))
+    nbformat.validate(notebook)
+    return notebook
+
+
+def picture(data):
+    """An output's forms, without the reference to a widget that is gone with its kernel.
+
+    Drawings within HTML become images: GitHub, and JupyterLab before a notebook is trusted, take ``<svg>`` out of HTML.
+    """
+    kept = {kind: value for kind, value in data.items() if kind != LIVE}
+    if "text/html" in kept:
+        kept["text/html"] = DRAWING.sub(image, kept["text/html"])
+    return kept
+
+
+def image(drawing):
+    encoded = base64.b64encode(drawing[0].encode()).decode()
+    return f'<img style="max-width:100%" alt="" src="data:image/svg+xml;base64,{encoded}">'
+
+
+def main(names):
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        if names and path.stem not in names:
+            continue
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            notebook = normal(execute(path, folder))
+        nbformat.write(notebook, path)
+        print(f"{path.stem}: {time.perf_counter() - started:.0f} s, {path.stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,244 @@
+"""Latencies from event records: when each request had its first token, and the pauses between a sequence's tokens.
+
+A log is folded once, record by record; what was known at an earlier position is a prefix of what is known now.
+
+A token's time is its record's ``updated_at``. A request arrives before the step that tells of it is planned: the moment is
+worked out by :class:`refimpl.visualizers.timeline_books.Arrivals`, which is late by the microseconds between a step's last
+admission and the stamp of its record.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from refimpl.events import RowKinds, StepRecord, describe
+from refimpl.outputs import Decision
+from refimpl.visualizers.timeline_books import Arrivals, CountingState
+
+SHORTEST = 1e-6
+"""Seconds; what is shorter counts as this, since a logarithmic axis has no 0."""
+BARS_PER_DECADE = 24
+_SLICES = 20
+"""Fine bins in a bar: a quantile is found in one of them, exactly."""
+_NUM_BARS = 10 * BARS_PER_DECADE
+
+
+@dataclass(slots=True, eq=False)
+class RequestLatency:
+    """One request; times are seconds of the log."""
+
+    request_id: str
+    letter: str
+    num_prompt_tokens: int
+    arrived_at: float
+    admitted_at: float | None = None
+    first_position: int | None = None
+    """The record that brought its first token."""
+    hue: int | None = None
+    why: str = ""
+    """The scheduler's last reason to let it wait before its first token."""
+
+    dot: tuple[Any, ...] = ()
+    """When it has its first token: seconds to it, seconds in the queue, hue, letter, request, prompt tokens, position."""
+
+    def begin(self, now: float, position: int) -> None:
+        """Take the first token."""
+        self.first_position = position
+        seconds = max(SHORTEST, now - self.arrived_at)
+        queued = 0.0 if self.admitted_at is None else self.admitted_at - self.arrived_at
+        who = (self.hue, self.letter, self.request_id, self.num_prompt_tokens)
+        self.dot = (round(seconds, 9), round(queued, 9), *who, position)
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A time between two neighbouring tokens of a sequence."""
+
+    seconds: float
+    letter: str
+    hue: int | None
+    request_id: str
+    position: int
+    """The record that ended it."""
+    cause: str
+    """What the log knows: a preemption, or a prefill in the same step; else the step."""
+
+
+class Column:
+    """Seconds in order of the log, and the distribution of any prefix of them."""
+
+    def __init__(self) -> None:
+        self.low, self.high = float("inf"), 0.0
+        """Of all that are above 0."""
+        self._seconds = np.empty(1024)
+        self._bins = np.empty(1024, dtype=np.intp)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def extend(self, values: list[float]) -> None:
+        """Append some."""
+        if not values:
+            return
+        new = np.maximum(np.asarray(values), SHORTEST)
+        end = self._size + len(new)
+        if end > len(self._seconds):
+            self._seconds = np.resize(self._seconds, 2 * end)
+            self._bins = np.resize(self._bins, 2 * end)
+        self._seconds[self._size : end] = new
+        fine = (np.log10(new) - np.log10(SHORTEST)) * (BARS_PER_DECADE * _SLICES)
+        self._bins[self._size : end] = np.clip(fine.astype(np.intp), 0, _NUM_BARS * _SLICES - 1)
+        self._size = end
+        self.low, self.high = min(self.low, float(new.min())), max(self.high, float(new.max()))
+
+    def distribution(self, size: int) -> dict[str, Any]:
+        """Of the first ``size`` ones: how many, exact quantiles, and bars.
+
+        ``bars`` counts them from bar ``first_bar`` on; bar b begins at ``SHORTEST * 10 ** (b / BARS_PER_DECADE)`` seconds.
+        """
+        if not size:
+            return {"count": 0, "p50": None, "p99": None, "first_bar": 0, "bars": []}
+        counts = np.bincount(self._bins[:size], minlength=_NUM_BARS * _SLICES)
+        bars = counts.reshape(_NUM_BARS, _SLICES).sum(axis=1)
+        used = np.flatnonzero(bars)
+        ends = np.cumsum(counts)
+        return {
+            "count": size,
+            "p50": self._quantile(size, ends, 0.5),
+            "p99": self._quantile(size, ends, 0.99),
+            "first_bar": int(used[0]),
+            "bars": bars[used[0] : used[-1] + 1].tolist(),
+        }
+
+    def _quantile(self, size: int, ends: Any, share: float) -> float:
+        """Between the two neighbouring values, as numpy's: linear."""
+        rank = (size - 1) * share
+        low = int(rank)
+        a, b = self._value(size, ends, low), self._value(size, ends, min(low + 1, size - 1))
+        return a + (b - a) * (rank - low)
+
+    def _value(self, size: int, ends: Any, rank: int) -> float:
+        """The value that ``rank`` others precede in order of size; it is in the fine bin where the counts pass the rank."""
+        fine = int(np.searchsorted(ends, rank, side="right"))
+        inside = self._seconds[:size][self._bins[:size] == fine]
+        rest = rank - (int(ends[fine - 1]) if fine else 0)
+        return float(np.partition(inside, rest)[rest])
+
+
+class LatencyFold:
+    """What a history's records say about latency. ``apply`` takes the next one."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.firsts: list[RequestLatency] = []
+        """Requests that had their first token, in order of it."""
+        self.first_tokens, self.pauses = Column(), Column()
+        self.num_first: list[int] = []
+        """For each record, how many first tokens there were up to it; the same for ``num_pauses``."""
+        self.num_pauses: list[int] = []
+        self._longest: list[Pause] = []
+        """Each longer than the one before."""
+        self._request_of: dict[int, RequestLatency] = {}
+        self._last_token: dict[int, tuple[float, int]] = {}
+        """By sequence: when its newest token came, and with which record."""
+        self._preempted: dict[int, str] = {}
+        """How a sequence was preempted since its newest token."""
+        self._prefills: list[tuple[int, int, int]] = []
+        """For each record: (tokens, sequence) of its largest prefill row, and the tokens of the whole step."""
+        self._state = CountingState(config)
+        self._arrivals = Arrivals()
+        self._kinds = RowKinds()
+
+    def request_of(self, sequence_id: int) -> RequestLatency | None:
+        """The request of a sequence; None where its arrival is not in the log any more."""
+        return self._request_of.get(sequence_id)
+
+    def longest(self, position: int) -> Pause | None:
+        """The longest pause up to a record."""
+        index = bisect.bisect_right(self._longest, position, key=lambda pause: pause.position)
+        return self._longest[index - 1] if index else None
+
+    def apply(self, record: StepRecord) -> None:
+        """Take the next record of the log."""
+        self._arrivals.note(record)
+        self._state.apply(record)
+        self._arrive(record)
+        for decision in record.decisions:
+            self._note_wait(decision)
+        for preemption in record.preempted:
+            self._preempted[preemption.sequence_id] = preemption.mode
+        self._admit(record)
+        rows = zip(self._kinds.of(record), record.num_new_tokens, record.sequence_ids, strict=True)
+        largest = max(((count, sequence) for kind, count, sequence in rows if kind == "prefill"), default=(0, -1))
+        self._prefills.append((*largest, sum(record.num_new_tokens)))
+        self._take_tokens(record)
+        for finish in (*record.aborted, *record.exhausted, *record.finished):
+            self._last_token.pop(finish.sequence_id, None)
+            self._preempted.pop(finish.sequence_id, None)
+        self.num_first.append(len(self.firsts))
+        self.num_pauses.append(len(self.pauses))
+
+    def _note_wait(self, decision: Decision) -> None:
+        request = self._request_of.get(decision.sequence_id)
+        if decision.kind.startswith("waits_") and request is not None and request.first_position is None:
+            request.why = describe(decision)
+
+    def _arrive(self, record: StepRecord) -> None:
+        for arrival in record.arrived:
+            at = min(self._arrivals.take(sequence_id, record) for sequence_id in arrival.sequence_ids)
+            letter = self._state.sequences[arrival.sequence_ids[0]].letter.partition("·")[0]
+            request = RequestLatency(arrival.request_id, letter, len(arrival.token_ids), at)
+            for sequence_id in arrival.sequence_ids:
+                self._request_of[sequence_id] = request
+
+    def _admit(self, record: StepRecord) -> None:
+        for sequence_id, _, _ in record.admitted:
+            if (request := self._request_of.get(sequence_id)) is not None and request.admitted_at is None:
+                request.admitted_at = max(request.arrived_at, record.scheduled_at)
+                request.hue = self._state.sequences[sequence_id].hue
+
+    def _take_tokens(self, record: StepRecord) -> None:
+        position, now = len(self.num_first), record.updated_at
+        firsts, pauses = [], []
+        for sequence_id, token in zip(record.sequence_ids, record.token_ids, strict=False):
+            if token < 0:
+                continue
+            request = self._request_of.get(sequence_id)
+            if request is not None and request.first_position is None:
+                request.begin(now, position)
+                self.firsts.append(request)
+                firsts.append(request.dot[0])
+            if (last := self._last_token.get(sequence_id)) is not None:
+                pauses.append(now - last[0])
+                if not self._longest or pauses[-1] > self._longest[-1].seconds:
+                    self._note_longest(pauses[-1], sequence_id, last[1], record)
+            self._last_token[sequence_id] = now, position
+            self._preempted.pop(sequence_id, None)
+        self.first_tokens.extend(firsts)
+        self.pauses.extend(pauses)
+
+    def _note_longest(self, seconds: float, sequence_id: int, since: int, record: StepRecord) -> None:
+        sequence = self._state.sequences.get(sequence_id)
+        letter, hue = (sequence.letter, sequence.hue) if sequence else (f"?{sequence_id}", None)
+        request_id = sequence.request_id if sequence else f"sequence {sequence_id}"
+        position = len(self.num_first)
+        pause = Pause(seconds, letter, hue, request_id, position, self._cause(sequence_id, since, record))
+        if self._longest and self._longest[-1].position == position:
+            self._longest[-1] = pause
+        else:
+            self._longest.append(pause)
+
+    def _cause(self, sequence_id: int, since: int, record: StepRecord) -> str:
+        """Why the sequence had no token between record ``since`` and this one, as far as the log tells."""
+        if (mode := self._preempted.get(sequence_id)) is not None:
+            return "swapped out" if mode == "swap" else "preempted"
+        count, other, total = max(self._prefills[since + 1 :], default=(0, -1, 0))
+        if 2 * count > total:
+            sequence = self._state.sequences.get(other)
+            name = sequence.letter if sequence else f"sequence {other}"
+            return f"behind a prefill of {name} ({count:,} tokens)"
+        return f"in step {record.step}"

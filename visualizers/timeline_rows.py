@@ -1,0 +1,350 @@
+"""Timeline: what each step did for each sequence, folded from event records.
+
+A column is a record of the log: steps without a record make none. A record costs what changes with it, not what runs in it.
+
+With overlap a step is planned before the last one's tokens are known. So a record may still compute a row of a sequence that
+the record before it ended: such a cell is padding, computed for nobody, as in a static batch. It may also preempt one whose
+last token was on the way: the mark then stands behind its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from refimpl.events import ArrivalRecord, RowKinds, StepRecord, describe
+from refimpl.outputs import NO_TOKEN, Decision, Finish
+from refimpl.visualizers.history import History
+from refimpl.visualizers.timeline_books import (
+    BUDGET,
+    CAUSES,
+    MEMORY,
+    OTHER,
+    Arrivals,
+    Column,
+    CountingState,
+    Holds,
+    cause_of,
+)
+from refimpl.visualizers.timeline_overview import Overview
+from refimpl.visualizers.timeline_runs import (
+    DECODE,
+    FOLLOWS,
+    GONE,
+    IDLE,
+    PADDING,
+    PREEMPTED,
+    PREFILL,
+    QUEUE,
+    QUEUED,
+    STATES,
+    SWAPPED,
+    WAITING,
+    WAITS,
+    WITH_SLOT,
+    Row,
+)
+
+__all__ = ["Column", "Timeline", "timeline_of"]
+
+PAGE = 60
+"""Every so many columns it is noted who holds a slot or waits."""
+QUEUE_NOTED = 64
+"""Of a long queue, only the first ones are."""
+_SAYS_NO_MORE = frozenset(("decoding",))
+"""Decisions that the cell itself shows."""
+
+
+class Timeline:
+    """Rows, columns, and the queue's reasons of one log. ``append`` takes the next record.
+
+    Args:
+        config: the log header's ``config``.
+
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.rows: list[Row] = []
+        """In order of arrival."""
+        self.row_of: dict[int, Row] = {}
+        """By sequence."""
+        self.columns: list[Column] = []
+        self.holds = Holds()
+        self.overview = Overview(len(STATES))
+        self.most_drawn = 1
+        """The most tokens that a row drew in one step."""
+        self.most_tokens = 0
+        """The most that one step computed."""
+        self.num_drawn = 0
+        """Tokens, by all rows together."""
+        self.slot_steps = self.padded_steps = 0
+        """Steps for which a slot was held, over all rows; and those by sequences that had ended."""
+        self.started_at: float | None = None
+        self.ended_at = 0.0
+        self.event_columns: list[int] = []
+        """Where a row came, took a slot, gave it back, or went; ``event_rows`` says which."""
+        self.event_rows: list[int] = []
+        self.pages: list[list[int]] = []
+        """Before every ``PAGE``-th column: the rows that hold a slot, and the first of the queue."""
+        self._state = CountingState(config)
+        self._can_follow = bool(config.get("enable_kv_cache", True))
+        self._kinds = RowKinds()
+        self._arrivals = Arrivals()
+        self._holding: dict[int, Row] = {}
+        """Rows that hold a slot, by index."""
+        self._queue: dict[int, Row] = {}
+        self._counts = [0] * len(STATES)
+        """Rows in each state."""
+        self._followers: dict[str, list[Row]] = {}
+        """By request, samples that wait for their prompt."""
+        self._late: list[Row] = []
+        """Rows of sequences that have ended and hold no slot."""
+        self._untold: dict[int, list[Decision]] = {}
+        """Decisions about sequences whose arrival a later record tells."""
+        self._may_wait: list[Row] = []
+        self._waited: set[str] = set()
+        self._num_requests = self._num_preemptions = 0
+        self._waits = [0] * len(CAUSES)
+        self._steady: tuple[Any, ...] | None = None
+        """The last record's batch, if another of the same rows would do the same."""
+        self._computed = (0, 0, 0)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def around(self, column: int) -> list[int]:
+        """Rows that held a slot, or headed the queue, at the page's edges before and after a column."""
+        page = column // PAGE
+        after = self.pages[page + 1] if page + 1 < len(self.pages) else self._present()
+        return [*self.pages[page], *after] if self.pages else after
+
+    def _present(self) -> list[int]:
+        return [*self._holding, *islice(self._queue, QUEUE_NOTED)]
+
+    def extend(self, records: Sequence[StepRecord]) -> None:
+        """Take those of a history's records that are new."""
+        for index in range(len(self.columns), len(records)):
+            self.append(records[index])
+
+    def append(self, record: StepRecord) -> None:
+        """Take the next record of the log."""
+        column = len(self.columns)
+        if column % PAGE == 0:
+            self.pages.append(self._present())
+        self._arrivals.note(record)
+        self._state.apply(record)
+        for arrival in record.arrived:
+            self._arrive(arrival, record)
+        for finish in (*record.aborted, *record.exhausted):
+            self._end(finish, column, column)
+        for preemption in record.preempted:
+            self._preempt(preemption.sequence_id, preemption.mode)
+        self._admit(record)
+        if not self._goes_on(record):
+            self._compute(record)
+        for decision in record.decisions:
+            self._note(decision)
+        self.overview.close(column)
+        self._count(record)
+        for row in self._late:
+            self._set(row, column + 1, GONE)
+        self._late.clear()
+        for finish in record.finished:
+            self._end(finish, column, column + 1)
+
+    # ------------------------------------------------------------------ who comes and goes
+
+    def _arrive(self, arrival: ArrivalRecord, record: StepRecord) -> None:
+        self._num_requests += 1
+        for index, sequence_id in enumerate(arrival.sequence_ids):
+            known = self._state.sequences[sequence_id]
+            at = self._arrivals.take(sequence_id, record)
+            row = self._add(sequence_id, arrival.request_id, known.letter, known.name, at, index == 0)
+            if index and self._can_follow:
+                self._followers.setdefault(arrival.request_id, []).append(row)
+                self._set(row, len(self), FOLLOWS)
+            else:
+                self._set(row, len(self), WAITING)
+
+    def _add(self, sequence_id: int, request_id: str, letter: str, name: str, at: float, first: bool) -> Row:
+        row = Row(len(self.rows), sequence_id, request_id, letter, name, len(self), at, first)
+        self.rows.append(row)
+        self.row_of[sequence_id] = row
+        for decision in self._untold.pop(sequence_id, ()):
+            row.decisions.append((len(self), describe(decision)))
+        return row
+
+    def _unseen(self, sequence_id: int, record: StepRecord) -> Row:
+        """A sequence whose arrival is not in the log any more; it holds a slot."""
+        name = f"sequence {sequence_id}"
+        row = self._add(sequence_id, name, f"?{sequence_id}", name, record.scheduled_at, True)
+        self._holding[row.index] = row
+        return row
+
+    def _admit(self, record: StepRecord) -> None:
+        parents = {child: parent for parent, child in record.forks}
+        for sequence_id, _, _ in record.admitted:
+            row = self.row_of.get(sequence_id) or self._unseen(sequence_id, record)
+            if row.end is not None:
+                continue
+            self._holding[row.index] = row
+            if (known := self._state.sequences.get(sequence_id)) is not None:
+                row.hue = known.hue
+            parent = self.row_of.get(parents.get(sequence_id, -1))
+            if parent is not None:
+                row.parent, row.forked = parent.index, len(self)
+        for hit in record.prefix_hits:
+            if (found := self.row_of.get(hit.sequence_id)) is not None:
+                found.hits.append(len(self))
+
+    def _preempt(self, sequence_id: int, mode: str) -> None:
+        self._num_preemptions += 1
+        self._steady = None
+        if (row := self.row_of.get(sequence_id)) is None:
+            return
+        row.preemptions.append(len(self))
+        self.overview.mark(row.index, PREEMPTED)
+        if row.end is None:
+            self._holding.pop(row.index, None)
+            self._set(row, len(self), SWAPPED if mode == "swap" else QUEUED)
+
+    def _end(self, finish: Finish, column: int, edge: int) -> None:
+        """A column tells that a sequence ends at an edge between columns; one of a static batch does so twice."""
+        self._steady = None
+        if (row := self.row_of.get(finish.sequence_id)) is None:
+            return
+        if row.end is None:
+            row.end = (edge, column, finish.reason)
+        if finish.stays:
+            self._set(row, edge, PADDING)
+        else:
+            self._holding.pop(row.index, None)
+            self._set(row, edge, GONE)
+
+    # ------------------------------------------------------------------ the batch
+
+    def _goes_on(self, record: StepRecord) -> bool:
+        """Whether the batch does for each row what the last one did: then no run changes."""
+        if record.admitted or self._steady is None:
+            return False
+        return _rows(record) == self._steady
+
+    def _compute(self, record: StepRecord) -> None:
+        """The rows of a batch, and what they computed tokens for."""
+        column, computed, steady = len(self), [0] * len(STATES), not record.num_accepted
+        kinds = self._kinds.of(record)
+        batch: set[int] = set()
+        for index, sequence_id in enumerate(record.sequence_ids):
+            row = self.row_of.get(sequence_id) or self._unseen(sequence_id, record)
+            token = record.token_ids[index] if index < len(record.token_ids) else NO_TOKEN
+            num_new, drawn = record.num_new_tokens[index], int(token >= 0)
+            drawn += record.num_accepted[index] if record.num_accepted and drawn else 0
+            prefill = kinds[index] == "prefill" and num_new > 0  # a sample that draws from its leader's logits computes none
+            state = PADDING if row.end is not None else PREFILL if prefill else DECODE
+            self._set(row, column, state, 0 if state == PADDING else drawn, num_new if state == PREFILL else 0)
+            computed[state] += num_new
+            batch.add(row.index)
+            if state == PADDING and row.index not in self._holding:
+                self._late.append(row)
+            if drawn:
+                self._drew(row, drawn, record)
+            steady &= state == PADDING or (state == DECODE and drawn == 1)
+        for row in self._holding.values():
+            if row.index not in batch and row.end is None:
+                self._set(row, column, IDLE)
+        self._computed = computed[PREFILL], computed[DECODE], computed[PADDING]
+        self.most_tokens = max(self.most_tokens, sum(self._computed))
+        self._steady = _rows(record) if steady and not self._late else None
+
+    def _drew(self, row: Row, drawn: int, record: StepRecord) -> None:
+        self.most_drawn = max(self.most_drawn, drawn)
+        if row.first_token_at is not None:
+            return
+        row.first_token_at = record.updated_at
+        for follower in self._followers.pop(row.request_id, ()):  # their prompt is computed: who has no slot waits for one
+            if follower.state == FOLLOWS and follower.index not in self._holding:
+                self._set(follower, len(self), WAITING)
+
+    # ------------------------------------------------------------------ reasons and counts
+
+    def _note(self, decision: Decision) -> None:
+        row = self.row_of.get(decision.sequence_id)
+        if row is None:
+            self._untold.setdefault(decision.sequence_id, []).append(decision)
+            return
+        text = describe(decision)
+        if decision.kind not in _SAYS_NO_MORE:
+            row.decisions.append((len(self), text))
+        row.pauses = decision.kind == "waits_update"
+        if cause_of(decision.kind) is not None and not row.pauses:
+            if row.state == FOLLOWS:
+                self._set(row, len(self), WAITING)
+            self.holds.begin(row.index, len(self), decision.kind, text)
+
+    def _set(self, row: Row, column: int, state: int, drawn: int = 0, num_new: int = 0) -> None:
+        """All changes of rows go through here: the queue, the counts and the overview follow."""
+        old = row.state
+        row.set(column, (state, drawn, num_new))
+        if old == state:
+            return
+        self._counts[old] -= 1
+        self._counts[state] += 1
+        self.overview.change(row.index, old, state)
+        if old not in WITH_SLOT or state not in WITH_SLOT:
+            self.event_columns.append(column)
+            self.event_rows.append(row.index)
+        if state in QUEUE and old not in QUEUE:
+            self._queue[row.index] = row
+            self.holds.queued(row.index, column)
+        elif old in QUEUE and state not in QUEUE:
+            del self._queue[row.index]
+            self.holds.left(row.index, column)
+        if state in WAITS:
+            self._may_wait.append(row)
+
+    def _count(self, record: StepRecord) -> None:
+        """Close the column: blocks, tokens, and what everyone who waits waits for."""
+        hold = self.holds.last
+        cause = cause_of(hold.kind) if hold is not None and hold.until is None else None
+        self._waits[OTHER if cause is None else cause] += len(self._queue)
+        if self._counts[IDLE]:
+            for row in self._holding.values():
+                if row.state == IDLE:
+                    self._waits[MEMORY if row.pauses else BUDGET] += 1
+        self._waited.update(row.request_id for row in self._may_wait if row.state in WAITS)
+        self._may_wait.clear()
+        self.num_drawn += len(record.token_ids) - record.token_ids.count(NO_TOKEN) + sum(record.num_accepted)
+        self.padded_steps += self._counts[PADDING]
+        self.slot_steps += sum(self._counts[state] for state in WITH_SLOT)
+        if self.started_at is None:
+            self.started_at = record.scheduled_at
+        self.ended_at = record.updated_at
+        blocks = self._state.counts()
+        self.columns.append(
+            Column(
+                record.step,
+                *self._computed,
+                *(blocks["owned"], blocks["shared"], blocks["cached"]),
+                sum(self._counts[FOLLOWS:]),
+                *(self._num_requests, len(self._waited), self._num_preemptions),
+                tuple(self._waits),
+            )
+        )
+
+
+def _rows(record: StepRecord) -> tuple[Any, ...]:
+    return record.sequence_ids, record.num_new_tokens, record.token_ids.count(NO_TOKEN)
+
+
+_TIMELINES: WeakKeyDictionary[History, Timeline] = WeakKeyDictionary()
+
+
+def timeline_of(history: History) -> Timeline:
+    """The one timeline of a history, with all of its records."""
+    timeline = _TIMELINES.get(history)
+    if timeline is None:
+        timeline = _TIMELINES[history] = Timeline(history.config)
+    timeline.extend(history.records)
+    return timeline
