@@ -20,7 +20,7 @@ from refimpl.executor.executor import Executor
 from refimpl.executor.local import LocalExecutor
 from refimpl.explain import explain
 from refimpl.gate import Gate
-from refimpl.intake import Intake
+from refimpl.intake import Intake, check_kinds
 from refimpl.interrupts import interrupts_between_steps
 from refimpl.kernels.philox import branch
 from refimpl.loading.checkpoint import open_checkpoint
@@ -123,15 +123,7 @@ class Engine:
             RequestError: the id is taken, or another argument is wrong. Nothing is queued then.
 
         """
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id is {request_id!r}; it must be a string")
-        if not isinstance(sampling_params, SamplingParams):
-            raise RequestError(
-                f"sampling_params is a {type(sampling_params).__name__}; it must be a SamplingParams",
-                request_id=request_id,
-            )
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise RequestError(f"priority is {priority!r}; it must be a whole number", request_id=request_id)
+        check_kinds(request_id, sampling_params, priority)
         if priority != 0 and self.scheduler.policy.name == "fcfs":
             raise RequestError(
                 f"priority is {priority}, but this engine serves in order of arrival; use scheduling_policy='priority'",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from numbers import Integral
 
 from refimpl.config import ModelConfig
-from refimpl.errors import PromptError
+from refimpl.errors import PromptError, RequestError
 from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
 from refimpl.outputs import RequestMetrics
 from refimpl.request import Request, Sequence
@@ -105,6 +105,23 @@ class Intake:
         """Count a request that the scheduler took."""
         self._num_requests += 1
         self._num_sequences += len(request.sequences)
+
+
+def check_kinds(request_id: object, sampling_params: object, priority: object) -> None:
+    """See that the arguments of a request are of the right kind.
+
+    Raises:
+        RequestError: one is not.
+
+    """
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id is {request_id!r}; it must be a string")
+    if not isinstance(sampling_params, SamplingParams):
+        raise RequestError(
+            f"sampling_params is a {type(sampling_params).__name__}; it must be a SamplingParams", request_id=request_id
+        )
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RequestError(f"priority is {priority!r}; it must be a whole number", request_id=request_id)
 
 
 def _token_id(item: object, position: int, request_id: str) -> int:
