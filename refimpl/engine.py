@@ -64,8 +64,8 @@ class Engine:
         model_limit = self.model_config.max_position_embeddings
         on_gpu = resolve_device(args.device).type == "cuda"
         # The naive way needs each token's id on the host before it can plan: no overlap.
-        overlap = args.async_scheduling if args.async_scheduling is not None else on_gpu
-        self._depth = 1 if overlap and args.enable_kv_cache else 0
+        wanted = args.async_scheduling if args.async_scheduling is not None else on_gpu
+        self._depth = 1 if wanted and args.enable_kv_cache else 0
         self.tokenizer = checkpoint.tokenizer()
         self._executor: Executor = LocalExecutor(
             args, checkpoint, args.checked_max_model_len(model_limit), asynchronous=self._depth > 0
@@ -81,15 +81,9 @@ class Engine:
         self.scheduler = make_scheduler(args, config, kv_cache_manager, self.model_config.eos_token_ids, clock, policy)
         self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args.seed, clock)
         self._processor = OutputProcessor(self.tokenizer)
+        overlap, token_text = self._depth > 0, self.tokenizer.token_text
         self._recorder = Recorder(
-            checkpoint.name,
-            config,
-            kv_cache_manager,
-            self._depth > 0,
-            args.event_log_size,
-            clock,
-            self.tokenizer.token_text,
-            self._executor,
+            checkpoint.name, config, kv_cache_manager, overlap, args.event_log_size, clock, token_text, self._executor
         )
         self.events = self._recorder.events
         self.gate = Gate()
@@ -100,6 +94,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
         self._closed = False
+        self.num_aborted = 0
+        """Requests that were aborted since the engine began."""
 
     # ------------------------------------------------------------------ requests
 
@@ -157,6 +153,7 @@ class Engine:
             request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
             for one in request_ids:
                 if (request := self._requests.get(one)) is not None:
+                    self.num_aborted += 1
                     self.scheduler.abort(request)
                     self._retire(request)
             self._kept = [output for output in self._kept if output.request_id not in request_ids]
@@ -215,6 +212,10 @@ class Engine:
             )
         return request.sequences[index]
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether more may come of a request."""
+        return request_id in self._requests
+
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something left to do."""
         return self.scheduler.has_unfinished or self._loop.busy or bool(self._kept)
@@ -236,6 +237,7 @@ class Engine:
         no time. A step that cannot be computed ends its requests with reason "error", and is logged; the engine and all
         other requests go on. Ctrl-C is taken after the step; what it brought is returned by the next call.
         """
+        self._check_open()
         with interrupts_between_steps() as check_interrupt:
             self.gate.wait(check_interrupt)
             with self._lock:
@@ -267,8 +269,7 @@ class Engine:
             RefimplError: the engine is closed, or has nothing to do.
 
         """
-        if self.gate.num_waiting:
-            self.gate.allow(1)
+        if self.gate.allow_if_held():
             return
         with self._lock:
             self._check_open()
@@ -312,6 +313,8 @@ class Engine:
         """Forget all cached prefixes. Running requests keep their blocks."""
         with self._lock:
             self.scheduler.kv.reset_prefix_cache()
+            if not self.has_unfinished_requests():
+                self._tell_news()
 
     def memory_report(self) -> MemoryReport:
         """Weights and KV cache in bytes: used, wasted, cached, free, and the same sequences in a contiguous cache."""

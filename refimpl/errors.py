@@ -67,7 +67,10 @@ class OutOfMemoryError(RefimplError, MemoryError):
 
 
 class PartError(RefimplError):
-    """A replaceable part (policy, allocator, prefix index) gave an answer that cannot be followed. What ran is ended."""
+    """A replaceable part (policy, allocator, prefix index) raised, or gave an answer that cannot be followed.
+
+    What ran is ended with reason "error"; what waits goes on waiting, and the engine stays usable.
+    """
 
 
 class PolicyError(PartError):

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 10.0
+"""Seconds that an engine is held before the log says so."""
 
 
 class Gate:
@@ -39,14 +46,27 @@ class Gate:
             self._allowed += steps
             self._changed.notify_all()
 
+    def allow_if_held(self) -> bool:
+        """Let one step through if somebody is held right now; whether that was so."""
+        with self._changed:
+            held = self._closed and self.num_waiting > 0
+            if held:
+                self._allowed += 1
+                self._changed.notify_all()
+            return held
+
     def wait(self, check_interrupt: Callable[[], None]) -> None:
         """Return when a step may be taken. ``check_interrupt`` is called often: a held engine can still be interrupted."""
         with self._changed:
             self.num_waiting += 1
             try:
+                since, told = time.monotonic(), False
                 while self._closed and not self._allowed:
                     self._changed.wait(0.05)
                     check_interrupt()
+                    if not told and time.monotonic() - since > PATIENCE:
+                        told = True
+                        log.warning("the engine is held between two steps; engine.gate.open() lets it go")
                 self._allowed = max(0, self._allowed - 1)
             finally:
                 self.num_waiting -= 1

@@ -116,12 +116,22 @@ def check_kinds(request_id: object, sampling_params: object, priority: object) -
     """
     if not isinstance(request_id, str):
         raise RequestError(f"request_id is {request_id!r}; it must be a string")
+    if not _is_text(request_id):
+        raise RequestError(f"request_id is {request_id!r}; it has half a surrogate pair, which is no text")
     if not isinstance(sampling_params, SamplingParams):
         raise RequestError(
             f"sampling_params is a {type(sampling_params).__name__}; it must be a SamplingParams", request_id=request_id
         )
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority is {priority!r}; it must be a whole number", request_id=request_id)
+
+
+def _is_text(string: str) -> bool:
+    try:
+        string.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _token_id(item: object, position: int, request_id: str) -> int:

@@ -153,6 +153,7 @@ class LLM:
 
         outputs: dict[str, RequestOutput] = {}
         wanted, others = set(request_ids), []
+        num_aborted = self.engine.num_aborted
         with (
             interrupts_between_steps() as check_interrupt,
             tqdm(total=len(wanted), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
@@ -165,6 +166,13 @@ class LLM:
                     elif output.finished:
                         outputs[output.request_id] = output
                         bar.update()
+                if self.engine.num_aborted != num_aborted:
+                    num_aborted = self.engine.num_aborted
+                    for request_id in wanted - outputs.keys():
+                        if not self.engine.is_unfinished(request_id):
+                            raise RequestError(
+                                f"request {request_id!r} was aborted while this call waited for it", request_id=request_id
+                            )
         self.engine.keep_for_next_step(others)
         return outputs
 

@@ -461,3 +461,11 @@ def test_numpy_ids_are_ids():
         params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(2), top_k=np.int64(3))
         [one] = llm.generate(np.array([1, 2, 3]), params, use_tqdm=False)
         assert one.prompt_token_ids == [1, 2, 3]
+
+
+def test_generate_raises_when_its_request_is_aborted_from_elsewhere():
+    with LLM("tiny") as llm:
+        llm.engine.events.subscribe(lambda record: record.step == 3 and llm.engine.abort("llm-0"))
+        with pytest.raises(RequestError, match="request 'llm-0' was aborted while this call waited for it"):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+        assert not llm.engine.has_unfinished_requests()

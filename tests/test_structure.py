@@ -43,7 +43,7 @@ LONGER_FUNCTIONS: dict[str, tuple[int, str]] = {}
 
 
 def files():
-    """Every file of the package; kernels and visualizers are behind links. What lies beside the notebooks is no part of it."""
+    """Every file of the package; kernels and visualizers are behind links. What lies beside the notebooks is none of it."""
     found = [Path(folder) / name for folder, _, names in os.walk(ROOT, followlinks=True) for name in names]
     return sorted(path for path in found if path.suffix == ".py" and part_of(path) != "notebooks")
 

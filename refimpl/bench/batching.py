@@ -26,9 +26,9 @@ SHORT, LONG, PROMPT = 50, 2_000, 64
 SHARES = (1 / 3, 1 / 2, 2 / 3, 9 / 10)
 """Shares of short answers in the table."""
 SIDES: dict[str, dict[str, Any]] = {
-    "static": {"scheduler": "static"},
+    "static": {"scheduler": "static", "static_drop_finished": False},
     "static, finished rows dropped": {"scheduler": "static", "static_drop_finished": True},
-    "continuous": {},
+    "continuous": {"scheduler": "continuous", "static_drop_finished": False},
 }
 TURN = 20
 """Steps of a side before the next one has its turn, so that whatever else the machine does falls on all alike."""
@@ -100,6 +100,7 @@ def _serve(engine_options: dict[str, Any], lengths: list[tuple[int, int]]) -> di
     """Seconds of each step, by side. The one with the most tokens left has its turn, so all end at about the same time."""
     longest = max(prompt + answer for prompt, answer in lengths)
     fixed = {"max_num_seqs": BATCH, "max_model_len": longest, "enable_prefix_caching": False, "async_scheduling": False}
+    fixed |= {"event_log_size": 10}
     engines = {side: Engine(EngineArgs.from_options(engine_options | fixed | own)) for side, own in SIDES.items()}
     for engine in engines.values():
         engine.add_request("warm-up", [1], SamplingParams(max_tokens=2, ignore_eos=True))

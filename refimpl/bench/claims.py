@@ -1,7 +1,7 @@
 """The claims page: what a widely read article says makes inference fast, what we measured, and whether it holds.
 
 ``refimpl bench report`` writes it from the result files that are kept in the package. A row is a :class:`Claim`; its figure
-and verdict are computed from a result, or are arithmetic over a model's shape, so the page cannot say what was not measured.
+is read from a result, or is arithmetic over a model's shape. Where a row names a setting, it is the benchmark's default.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from refimpl.cache.allocators import BlockAllocator, FirstFreedFirst
@@ -22,6 +23,8 @@ class BlockPool:
         self.num_free = num_blocks
         """Blocks that nobody has."""
         self._allocator = allocator or FirstFreedFirst(num_blocks)
+        self._name: str = getattr(self._allocator, "name", type(self._allocator).__name__)
+        self._failure: AllocatorError | None = None
         self._taken = bytearray(num_blocks + 1)
 
     @property
@@ -33,45 +36,78 @@ class BlockPool:
         """Take ``count`` blocks; None, with nothing taken, if there are not as many.
 
         Raises:
-            AllocatorError: the allocator named other than ``count`` different free blocks. Nothing is taken then.
+            AllocatorError: the allocator raised, or named other than ``count`` different free blocks. Nothing is taken then.
 
         """
         if count > self.num_free:
             return None
-        block_ids = self._allocator.allocate(count)
-        self._check(count, block_ids)
-        assert block_ids is not None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        try:
+            answer = self._allocator.allocate(count)
+        except Exception as error:
+            raise AllocatorError(
+                f"the block allocator {self._name!r} raised {error!r} when asked for {count} blocks"
+            ) from error
+        block_ids = self._checked(count, answer)
         for block_id in block_ids:
             self._taken[block_id] = 1
         self.num_free -= count
-        return list(block_ids)
+        return block_ids
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back. They may be handed out at once: the device works in order, so old reads come first."""
+        """Give blocks back. They may be handed out at once: the device works in order, so old reads come first.
+
+        An allocator that raises here is told of at the next ``allocate``: whoever gives back is done with its blocks.
+        """
         given_back = list(block_ids)
         for block_id in given_back:
             assert self._taken[block_id], f"block {block_id} is freed twice"
             self._taken[block_id] = 0
         self.num_free += len(given_back)
         if given_back:
-            self._allocator.free(given_back)
+            self._give_back(given_back)
 
-    def _check(self, count: int, block_ids: list[int] | None) -> None:
-        """See that an allocator's answer can be followed."""
-        name = getattr(self._allocator, "name", type(self._allocator).__name__)
-        if not isinstance(block_ids, list | tuple) or len(block_ids) != count:
-            given = f"{len(block_ids)} blocks" if isinstance(block_ids, list | tuple) else repr(block_ids)
-            raise AllocatorError(
-                f"the block allocator {name!r} was asked for {count} of {self.num_free} free blocks and gave {given}; it "
-                "must give a list of exactly as many as it is asked for, while there are as many"
+    def _give_back(self, block_ids: list[int]) -> None:
+        try:
+            self._allocator.free(block_ids)
+        except Exception as error:
+            self._failure = AllocatorError(
+                f"the block allocator {self._name!r} raised {error!r} when blocks {block_ids} were given back"
             )
-        for place, block_id in enumerate(block_ids):
-            if not isinstance(block_id, int) or not 1 <= block_id <= self.num_blocks:
-                raise AllocatorError(
-                    f"the block allocator {name!r} gave block {block_id!r}; blocks are 1 to {self.num_blocks}, and 0 is the "
-                    "null block, which nobody gets"
+            self._failure.__cause__ = error
+
+    def _checked(self, count: int, answer: object) -> list[int]:
+        """An allocator's answer, if it can be followed. Of one that cannot, the allocator gets back what it may have."""
+        block_ids, wrong = list(answer) if isinstance(answer, list | tuple) else [], ""
+        if not isinstance(answer, list | tuple) or len(block_ids) != count:
+            given = f"{len(block_ids)} blocks" if isinstance(answer, list | tuple) else repr(answer)
+            wrong = (
+                f"was asked for {count} of {self.num_free} free blocks and gave {given}; it must give a list of exactly as "
+                "many as it is asked for, while there are as many"
+            )
+        good: list[int] = []
+        for given in block_ids:
+            block_id = _whole(given)
+            if block_id is None or not 1 <= block_id <= self.num_blocks:
+                wrong = wrong or (
+                    f"gave block {given!r}; blocks are whole numbers, 1 to {self.num_blocks}, and 0 is the null block, "
+                    "which nobody gets"
                 )
-            if self._taken[block_id] or block_id in block_ids[:place]:
-                raise AllocatorError(
-                    f"the block allocator {name!r} gave block {block_id} twice: it is not free until it is given back"
-                )
+            elif self._taken[block_id] or block_id in good:
+                wrong = wrong or f"gave block {block_id} twice: it is not free until it is given back"
+            else:
+                good.append(block_id)
+        if wrong:
+            self._give_back(good)
+            raise AllocatorError(f"the block allocator {self._name!r} {wrong}")
+        return good
+
+
+def _whole(given: object) -> int | None:
+    """A whole number, numpy's too; None for anything else. True is no block."""
+    try:
+        return None if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -219,6 +219,11 @@ class KVCacheManager:
             self.pool.free(self.prefix_cache.reset())
             self._keys.clear()
 
+    @property
+    def was_reset(self) -> bool:
+        """Whether the prefix cache was emptied since its changes were last taken."""
+        return self.prefix_cache is not None and self.prefix_cache.was_reset
+
     def take_cache_changes(self) -> CacheChanges:
         """What the prefix cache took in and forgot since the last call."""
         return self.prefix_cache.take_changes() if self.prefix_cache is not None else NO_CHANGES

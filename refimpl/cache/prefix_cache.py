@@ -7,7 +7,8 @@ index answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,9 +42,10 @@ class PrefixCache:
         self.index: PrefixIndex = index or ChainedHash()
         self.index.reset()  # one that served another engine knows that one's blocks
         self.stats = PrefixCacheStats()
+        self._failure: PrefixIndexError | None = None
         self._published: list[int] = []
         self._evicted: list[int] = []
-        self._was_reset = False
+        self.was_reset = False
         self._contents: dict[int, _Content] = {}
         self._keys: set[Key] = set()
         self._unused: set[int] = set()
@@ -63,7 +65,10 @@ class PrefixCache:
 
     def root(self, salt: str | None) -> Key:
         """The key before a first block."""
-        return self.index.root(salt)
+        try:
+            return self.index.root(salt)
+        except Exception as error:
+            raise self._raised("root", error) from error
 
     def lookup(self, root: Key, token_ids: Sequence[int], block_size: int, max_blocks: int) -> list[int]:
         """The cached blocks at the head of a prompt, at most ``max_blocks``. Changes nothing.
@@ -72,7 +77,7 @@ class PrefixCache:
             PrefixIndexError: the index named a block that does not hold the prompt's tokens at that place.
 
         """
-        found = list(self.index.lookup(root, token_ids, block_size, max_blocks))
+        found = self._ask("lookup", root, token_ids, block_size, max_blocks)
         if len(found) > max_blocks:
             self._refuse(f"found {len(found)} blocks for a prompt that may begin with at most {max_blocks} cached ones")
         parent = root
@@ -96,8 +101,12 @@ class PrefixCache:
 
     def publish(self, block_id: int, parent: Key, token_ids: Sequence[int]) -> Key:
         """Make a sequence's full block findable, unless the same content is already; returns its key."""
-        key = self.index.publish(block_id, parent, token_ids)
-        if key not in self._keys:
+        try:
+            key = self.index.publish(block_id, parent, token_ids)
+            known = key in self._keys
+        except Exception as error:
+            raise self._raised("publish", error) from error
+        if not known:
             self._keys.add(key)
             self._contents[block_id] = _Content(key, parent, tuple(token_ids))
             self._published.append(block_id)
@@ -108,14 +117,14 @@ class PrefixCache:
         for block_id in block_ids:
             if block_id in self._unused:
                 self._unused.remove(block_id)
-                self.index.acquire(block_id)
+                self._tell(self.index.acquire, block_id)
 
     def release(self, block_id: int) -> bool:
         """The last sequence that used a block let it go. True: the cache keeps it. False: it is not cached."""
         if block_id not in self._contents:
             return False
         self._unused.add(block_id)
-        self.index.release(block_id)
+        self._tell(self.index.release, block_id)
         return True
 
     def evict(self, count: int) -> list[int]:
@@ -126,7 +135,7 @@ class PrefixCache:
 
         """
         assert count <= len(self._unused), f"{count} blocks asked for, {len(self._unused)} can be evicted"
-        evicted = list(self.index.evict(count))
+        evicted = self._ask("evict", count)
         if len(evicted) != count or len(set(evicted)) != count:
             self._refuse(f"was to give back {count} different blocks, and gave {evicted}")
         for block_id in evicted:
@@ -145,15 +154,37 @@ class PrefixCache:
         """Forget everything; returns the unused blocks, which go back to the pool."""
         unused = list(self._unused)
         self._contents, self._keys, self._unused = {}, set(), set()
-        self._published, self._evicted, self._was_reset = [], [], True
-        self.index.reset()
+        self._published, self._evicted, self.was_reset = [], [], True
+        self._failure = None
+        self._tell(self.index.reset)
         return unused
 
     def take_changes(self) -> CacheChanges:
         """What was published, evicted and reset since the last call."""
-        changes = CacheChanges(tuple(self._published), tuple(self._evicted), self._was_reset)
-        self._published, self._evicted, self._was_reset = [], [], False
+        changes = CacheChanges(tuple(self._published), tuple(self._evicted), self.was_reset)
+        self._published, self._evicted, self.was_reset = [], [], False
         return changes
+
+    def _ask(self, what: str, *arguments: object) -> list[int]:
+        """The blocks that the index answers with, as whole numbers."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        try:
+            return [operator.index(block_id) for block_id in getattr(self.index, what)(*arguments)]
+        except Exception as error:
+            raise self._raised(what, error) from error
+
+    def _tell(self, method: Callable[..., None], *arguments: int) -> None:
+        """Tell the index what happened. If it raises, the next question does: whoever tells is done with its blocks."""
+        try:
+            method(*arguments)
+        except Exception as error:
+            self._failure = self._raised(getattr(method, "__name__", "a method"), error)
+            self._failure.__cause__ = error
+
+    def _raised(self, what: str, error: Exception) -> PrefixIndexError:
+        return PrefixIndexError(f"the prefix index {self.index.name!r} raised {error!r} in {what}")
 
     def _refuse(self, what: str) -> None:
         raise PrefixIndexError(f"the prefix index {self.index.name!r} {what}; nothing of it is used")

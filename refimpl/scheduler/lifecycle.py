@@ -111,7 +111,7 @@ class Lifecycle:
     @property
     def has_news(self) -> bool:
         """Whether something happened that no step has told yet."""
-        return bool(self._arrived or self._aborted)
+        return bool(self._arrived or self._aborted or self.kv.was_reset)
 
     def usage(self) -> CacheUsage:
         """How the KV cache is used now."""

@@ -38,7 +38,7 @@ class StaticScheduler(Scheduler):
         return update
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
-        """End a request's samples, wherever they are. Their blocks come back at once."""
+        """End a request's samples, wherever they are. Blocks come back at once; those of padding, with its batch."""
         super().abort(request, reason)
         self._aborted += self._close_batch()
 
@@ -62,8 +62,8 @@ class StaticScheduler(Scheduler):
         for sequence in tuple(self._padding):
             computed = sequence.num_computed_tokens
             num_new_tokens = 1 if self.config.enable_kv_cache else computed + 1
-            if num_new_tokens > plan.budget or computed >= self.config.max_model_len:
-                continue
+            if num_new_tokens > plan.budget or computed + 1 >= self.config.max_model_len:
+                continue  # a token more would stand beyond the longest context
             if (allocation := self._allocate(sequence, num_new_tokens)) is None:
                 plan.exhausted.append(self._leave(sequence))
                 continue

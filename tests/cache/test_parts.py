@@ -93,7 +93,7 @@ def test_every_allocator_and_index_serves_the_same_tokens(allocator, index, expe
     [
         (GivesTwice, "gave block 1 twice"),
         (GivesTheNullBlock, "0 is the null block"),
-        (GivesWhatDoesNotExist, "gave block 10000; blocks are 1 to 24"),
+        (GivesWhatDoesNotExist, "gave block 10000; blocks are whole numbers, 1 to 24"),
         (GivesTooFew, "was asked for 4 of 24 free blocks and gave 3 blocks"),
         (GivesNothing, "gave None"),
     ],
@@ -112,6 +112,74 @@ def test_a_wrong_allocator_is_refused_with_a_sentence_and_the_engine_stays_usabl
         assert not llm.engine.has_unfinished_requests()
         made[-1].allocate = Stack(24).allocate  # mended, the same engine serves again
         assert len(llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+
+
+class Raises(Stack):
+    def allocate(self, count):
+        raise KeyError("no block")
+
+
+class RaisesOnFree(Stack):
+    def free(self, block_ids):
+        raise ZeroDivisionError
+
+
+class GivesTrue(Stack):
+    def allocate(self, count):
+        return [True] * count
+
+
+@pytest.mark.parametrize(
+    ("allocator", "sentence"), [(Raises, r"raised KeyError\('no block'\)"), (GivesTrue, "gave block True")]
+)
+def test_an_allocator_that_raises_ends_what_runs_and_nothing_else(allocator, sentence):
+    with LLM("tiny", block_allocator=allocator, **OPTIONS) as llm:
+        for _ in range(2):
+            with pytest.raises(AllocatorError, match=sentence):
+                llm.generate("a prompt", GREEDY, use_tqdm=False)
+            assert llm.engine.audit() == []
+
+
+def test_an_allocator_that_raises_when_blocks_come_back_is_told_of_at_the_next_question():
+    with LLM("tiny", block_allocator=RaisesOnFree, enable_prefix_caching=False, **OPTIONS) as llm:
+        assert len(llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+        with pytest.raises(AllocatorError, match=r"raised ZeroDivisionError\(\) when blocks"):
+            llm.generate("y", GREEDY, use_tqdm=False)
+        assert llm.engine.audit() == []
+
+
+def test_an_honest_allocator_is_not_blamed_for_a_refused_answer():
+    class TooFewOnce(Stack):
+        asked = 0
+
+        def allocate(self, count):
+            TooFewOnce.asked += 1
+            return super().allocate(count)[: count - 1 if TooFewOnce.asked == 1 else count]
+
+    pool = BlockPool(6, TooFewOnce(6))
+    with pytest.raises(AllocatorError):
+        pool.allocate(4)
+    assert len(pool.allocate(5)) == 5, "what was refused went back to it"
+
+
+class RaisesOnRelease(ChainedHash):
+    def release(self, block_id):
+        raise ValueError("release")
+
+
+class RaisesOnLookup(ChainedHash):
+    def lookup(self, *arguments):
+        raise ValueError("lookup")
+
+
+@pytest.mark.parametrize("index", [RaisesOnRelease, RaisesOnLookup])
+def test_an_index_that_raises_ends_what_runs_and_the_books_stay_right(index):
+    with LLM("tiny", prefix_index=index, **OPTIONS) as llm:
+        with pytest.raises(PrefixIndexError, match="raised ValueError"):
+            [llm.generate("a prompt of some length", GREEDY, use_tqdm=False) for _ in range(2)]
+        assert llm.engine.audit() == []
+        assert not llm.engine.has_unfinished_requests()
+        assert llm.engine.scheduler.kv.num_free_blocks == 24
 
 
 def test_an_allocator_that_loses_blocks_is_found_out_when_it_runs_dry():

@@ -182,6 +182,18 @@ def test_a_static_batch_that_outgrows_the_pool_gives_up_its_padding_first(depth)
     assert not any(output.preempted for output in outputs)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_kv_cache": False, "max_num_batched_tokens": 64}, {"kv_cache_manager": "contiguous"}]
+)
+def test_padding_stops_at_the_end_of_the_longest_context(options):
+    options = SMALL | {"max_model_len": 12, "scheduler": "static"} | options
+    with LLM("tiny", **options) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 11)]
+        full, short = llm.generate([[5] * 8, [6]], params, use_tqdm=False)
+        assert (len(full.outputs[0].token_ids), len(short.outputs[0].token_ids)) == (4, 11)
+        assert short.outputs[0].finish_reason == "length"
+
+
 @DEPTHS
 def test_the_padding_leaves_with_the_last_of_its_batch_whatever_ends_it(depth):
     driver = Driver(depth=depth, scheduler="static", num_blocks=30, prefix_cache=False)
