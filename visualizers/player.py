@@ -1,7 +1,7 @@
 """Player: where a log is looked at. All widgets on one log share it, so they show the same step and pin the same request.
 
-New records come in the engine's thread; they are only put into a queue there. Pictures are made in the player's own thread,
-which takes at most :data:`SHARE` of the wall time: where a frame is dear, fewer are drawn.
+New records come in the engine's thread, which only raises a flag. Pictures are made in the player's own thread, which takes
+at most :data:`SHARE` of the wall time: where a frame is dear, fewer are drawn, but a button is answered at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -41,32 +40,49 @@ class Player:
         self.playing = False
         self.speed: float = SPEEDS[1]
         self.pinned: str | None = None
-        self._engine = ref(engine) if engine is not None else None
+        self._engine: ref[Any] | None = None
+        self._log = ref(log_)
         self._lock = threading.RLock()
         self._wake = threading.Event()
+        self._urgent = threading.Event()
+        """Somebody pressed a button: do not sleep."""
         self._listeners: list[Callable[[], None]] = []
-        self._incoming: deque[StepRecord] = deque()
+        self._unsubscribe: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self._played_at: float | None = None
-        log_.subscribe(self._take)
+        self.attach(engine)
 
     @property
     def engine(self) -> Any:
         """The engine that writes the log, while it lives; None for a log from a file."""
         return self._engine() if self._engine is not None else None
 
+    def attach(self, engine: Any) -> None:
+        """Say which engine writes the log, if that was not known."""
+        if engine is not None and self._engine is None:
+            self._engine = ref(engine)
+
     # ------------------------------------------------------------------ records and listeners
 
-    def _take(self, record: StepRecord) -> None:
+    def _take(self, _record: StepRecord) -> None:
         """In the engine's thread: as little as possible."""
-        self._incoming.append(record)
         self._wake.set()
 
     def catch_up(self) -> None:
-        """Fold the records that came in since; the position follows if it is live."""
+        """Fold the records that came since; the position follows if it is live.
+
+        Where more came than the log keeps, the history begins anew with what it has.
+        """
         with self._lock:
-            while self._incoming:
-                self.history.append(self._incoming.popleft())
+            log_ = self._log()
+            if log_ is not None:
+                last = self.history.records[-1].step if len(self.history) else -1
+                new = [record for record in tuple(log_.records) if record.step > last]
+                if new and len(self.history) and len(new) == log_.records.maxlen:
+                    self.history = History(log_)
+                else:
+                    for record in new:
+                        self.history.append(record)
             if self.live:
                 self.position = len(self.history) - 1
 
@@ -74,6 +90,8 @@ class Player:
         """Call ``listener()`` after each change that is to be drawn. Returns what ends it."""
         with self._lock:
             self._listeners.append(listener)
+            if len(self._listeners) == 1 and (log_ := self._log()) is not None:
+                self._unsubscribe = log_.subscribe(self._take)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="refimpl-player", daemon=True)
                 self._thread.start()
@@ -83,7 +101,13 @@ class Player:
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
-                self._wake.set()  # the thread ends when nobody listens
+                if not self._listeners:
+                    self._unsubscribe()
+                self._poke()  # the thread ends when nobody listens
+
+    def _poke(self) -> None:
+        self._wake.set()
+        self._urgent.set()
 
     def locked(self) -> AbstractContextManager[Any]:
         """The lock to hold while history and position are read together. The engine's thread never takes it."""
@@ -98,18 +122,20 @@ class Player:
             last = len(self.history) - 1
             self.position = max(-1 if last < 0 else 0, min(position, last))
             self.live = self.engine is None and self.position == last
-            self._wake.set()
+            self._poke()
 
     def step(self, delta: int) -> None:
         """Go a step on or back."""
-        self.seek(self.position + delta)
+        with self._lock:
+            self.catch_up()
+            self.seek(self.position + delta)
 
     def go_live(self) -> None:
         """Follow the newest record."""
         with self._lock:
             self.live, self.playing = True, False
             self.catch_up()
-            self._wake.set()
+            self._poke()
 
     def play(self) -> None:
         """Go on by itself, ``speed`` steps a second; from the beginning if it stands at the end."""
@@ -120,25 +146,25 @@ class Player:
             if self.position >= len(self.history) - 1:
                 self.position = 0
             self.live, self.playing = False, True
-            self._wake.set()
+            self._poke()
 
     def pause(self) -> None:
         """Stay at the step at hand."""
         with self._lock:
             self.live = self.playing = False
-            self._wake.set()
+            self._poke()
 
     def set_speed(self, speed: float) -> None:
         """Steps a second."""
         with self._lock:
             self.speed = max(0.1, min(float(speed), 1000.0))
-            self._wake.set()
+            self._poke()
 
     def pin(self, request_id: str | None) -> None:
         """Pick out one request in every widget on this log; None lets go."""
         with self._lock:
             self.pinned = request_id
-            self._wake.set()
+            self._poke()
 
     def next_preemption(self) -> bool:
         """Go to the next step that preempts, from the beginning again after the last. False: there is none."""
@@ -158,11 +184,17 @@ class Player:
         while True:
             self._wake.wait(1 / self.speed if self.playing else None)
             self._wake.clear()
+            self._urgent.clear()
             with self._lock:
-                self.catch_up()
-                self._advance()
                 listeners = tuple(self._listeners)
                 if not listeners:
+                    self._thread = None
+                    return
+                try:
+                    self.catch_up()
+                    self._advance()
+                except Exception:
+                    log.warning("the log cannot be followed further", exc_info=True)
                     self._thread = None
                     return
             started = time.perf_counter()
@@ -173,7 +205,7 @@ class Player:
                     log.warning("a widget could not be drawn and is let go: %r", listener, exc_info=True)
                     self._drop(listener)
             used = time.perf_counter() - started
-            time.sleep(max(1 / MOST_FRAMES, used / SHARE) - used)
+            self._urgent.wait(max(1 / MOST_FRAMES, used / SHARE) - used)
 
     def _advance(self) -> None:
         """While playing: as many steps as the time since the last frame asks for."""
@@ -190,7 +222,7 @@ class Player:
 
 
 _PLAYERS: WeakKeyDictionary[EventLog, Player] = WeakKeyDictionary()
-"""A log keeps its player alive, as a subscriber; a player must not refer to its log, or neither would ever go."""
+"""A player must not refer to its log but weakly, or neither would ever go."""
 
 
 def player_of(log_: EventLog, engine: Any = None) -> Player:
@@ -198,4 +230,5 @@ def player_of(log_: EventLog, engine: Any = None) -> Player:
     player = _PLAYERS.get(log_)
     if player is None:
         player = _PLAYERS[log_] = Player(log_, engine)
+    player.attach(engine)
     return player

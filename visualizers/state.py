@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from refimpl.events import StepRecord, describe
 from refimpl.outputs import Decision, Finish
+from refimpl.visualizers.words import letters
 
 Phase = Literal["waiting", "running", "preempted", "padding", "finished"]
 NULL_BLOCK = 0
@@ -30,6 +31,8 @@ class SequenceState:
 
     sequence_id: int
     request_id: str
+    family: int
+    """The first sequence of its request: an id can be used again, this number is not."""
     letter: str
     """A short name for small cells: the request's letter, and ``·1`` for its second sample."""
     name: str
@@ -85,16 +88,6 @@ class BlockState:
         return "shared" if len(self.owners) > 1 else "owned"
 
 
-def letters(number: int) -> str:
-    """0 → A, 25 → Z, 26 → AA: names short enough for a cell."""
-    text = ""
-    number += 1
-    while number:
-        number, rest = divmod(number - 1, 26)
-        text = chr(65 + rest) + text
-    return text
-
-
 class State:
     """The engine at one moment of its log. ``apply`` takes the next record.
 
@@ -122,10 +115,12 @@ class State:
         self._index: dict[int, int] = {}
         self._published: set[int] = set()
         self._num_shared = self._num_cached = 0
+        self._ended: list[int] = []
+        """Of the last record; the next one forgets them."""
         self._resting_hues = list(range(NUM_HUES))
-        self._hue_of: dict[str, int] = {}
-        self._alive_of: dict[str, int] = {}
-        """How many sequences of a request are alive."""
+        self._hue_of: dict[int, int] = {}
+        self._alive_of: dict[int, int] = {}
+        """How many sequences of a family are alive."""
 
     # ------------------------------------------------------------------ reading
 
@@ -175,8 +170,9 @@ class State:
 
     def apply(self, record: StepRecord) -> None:
         """Take the next record of the log."""
-        for sequence_id in [s for s, sequence in self.sequences.items() if sequence.phase == "finished"]:
+        for sequence_id in self._ended:
             del self.sequences[sequence_id]
+        self._ended.clear()
         self.truncated |= self.record is None and record.step > 0
         self.record = record
         self._plan(record)
@@ -239,11 +235,13 @@ class State:
         letter = letters(self.num_requests)
         self.num_requests += 1
         several = len(arrival.sequence_ids) > 1
-        self._alive_of[arrival.request_id] = len(arrival.sequence_ids)
+        family = arrival.sequence_ids[0]
+        self._alive_of[family] = len(arrival.sequence_ids)
         for index, sequence_id in enumerate(arrival.sequence_ids):
             self.sequences[sequence_id] = SequenceState(
                 sequence_id=sequence_id,
                 request_id=arrival.request_id,
+                family=family,
                 letter=f"{letter}·{index}" if several else letter,
                 name=f"{arrival.request_id}/{index}" if several else arrival.request_id,
                 num_prompt_tokens=len(arrival.token_ids),
@@ -258,15 +256,15 @@ class State:
         if (sequence := self._living(sequence_id)) is None:
             return
         sequence.phase, sequence.slot, sequence.num_computed_tokens = "running", slot, num_computed_tokens
-        if sequence.request_id not in self._hue_of:
-            self._hue_of[sequence.request_id] = self._resting_hues.pop(0) if self._resting_hues else NEUTRAL
-        sequence.hue = self._hue_of[sequence.request_id]
+        if sequence.family not in self._hue_of:
+            self._hue_of[sequence.family] = self._resting_hues.pop(0) if self._resting_hues else NEUTRAL
+        sequence.hue = self._hue_of[sequence.family]
 
     def _arrive_unseen(self, sequence_id: int) -> None:
         """A sequence whose arrival is not in the log any more."""
         name = f"sequence {sequence_id}"
-        self._alive_of[name] = 1
-        self.sequences[sequence_id] = SequenceState(sequence_id, name, f"?{sequence_id}", name, 0, [], 0.0, 0)
+        self._alive_of[sequence_id] = 1
+        self.sequences[sequence_id] = SequenceState(sequence_id, name, sequence_id, f"?{sequence_id}", name, 0, [], 0.0, 0)
 
     def _preempt(self, sequence_id: int) -> None:
         if (sequence := self._living(sequence_id)) is not None:
@@ -286,13 +284,14 @@ class State:
             return
         self._release(sequence)
         sequence.phase, sequence.slot = "finished", None
+        self._ended.append(sequence.sequence_id)
 
     def _rest_hue(self, sequence: SequenceState) -> None:
         """The hue of a request rests when its last sequence ends; the one that rested longest is next."""
-        self._alive_of[sequence.request_id] -= 1
-        if self._alive_of[sequence.request_id] == 0:
-            del self._alive_of[sequence.request_id]
-            hue = self._hue_of.pop(sequence.request_id, NEUTRAL)
+        self._alive_of[sequence.family] -= 1
+        if self._alive_of[sequence.family] == 0:
+            del self._alive_of[sequence.family]
+            hue = self._hue_of.pop(sequence.family, NEUTRAL)
             if hue != NEUTRAL:
                 self._resting_hues.append(hue)
 
@@ -344,4 +343,5 @@ class State:
         other._num_shared, other._num_cached = self._num_shared, self._num_cached
         other._resting_hues, other._hue_of = list(self._resting_hues), dict(self._hue_of)
         other._alive_of = dict(self._alive_of)
+        other._ended = list(self._ended)
         return other

@@ -42,6 +42,8 @@ class View(anywidget.AnyWidget):
     heading = traitlets.Unicode("").tag(sync=True)
     transport_shown = traitlets.Bool(True).tag(sync=True)
     _esm = _css = ""
+    _stop_listening: Callable[[], None] = staticmethod(lambda: None)
+    """A view whose source is refused is closed too."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "figures" in cls.__dict__:  # traitlets makes a further subclass for each widget

@@ -36,3 +36,13 @@ def size(count: float) -> str:
             whole = count % 1024**power == 0
             return f"{count / 1024**power:,.{0 if whole else digits}f} {unit}"
     return f"{count:,.0f} B"
+
+
+def letters(number: int) -> str:
+    """0 → A, 25 → Z, 26 → AA: names short enough for a cell."""
+    text = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        text = chr(65 + rest) + text
+    return text

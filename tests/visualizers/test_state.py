@@ -5,6 +5,7 @@ import random
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduler"))
@@ -12,9 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scheduler"))
 from prove import random_call, random_driver
 from sharing_support import Driver
 
+from refimpl import LLM, SamplingParams
 from refimpl.errors import RequestError
 from refimpl.events import EventLog
-from refimpl.visualizers.state import NEUTRAL, State, letters
+from refimpl.visualizers.history import History
+from refimpl.visualizers.state import NEUTRAL, State
+from refimpl.visualizers.words import letters
 
 
 def books(state):
@@ -123,3 +127,29 @@ def test_a_log_that_lost_its_beginning_says_so_and_shows_who_comes_later():
         state.apply(record)
     assert state.truncated
     assert state.num_requests == 0
+
+
+def test_an_id_that_is_used_again_is_another_request():
+    driver = Driver(num_blocks=40, prefix_cache=False)
+    state = State(driver.recorder.events.header.config)
+    driver.recorder.events.subscribe(state.apply)
+    first = driver.add([1, 2, 3], max_tokens=9)
+    driver.add([4, 5], max_tokens=9)
+    driver.step()
+    driver.abort(first)
+    again = driver.add([7, 8], max_tokens=3)
+    again.request_id = first.request_id
+    driver.scheduler._arrived[-1] = msgspec.structs.replace(driver.scheduler._arrived[-1], request_id=first.request_id)
+    driver.run()
+    assert state.num_finished == state.num_requests == 3
+
+
+def test_a_reset_of_an_idle_engine_is_in_the_log():
+    with LLM("tiny") as llm:
+        llm.generate(
+            "a prompt that fills a block or two, so that something is cached", SamplingParams(max_tokens=4), use_tqdm=False
+        )
+        history = History(llm.engine.events)
+        assert history.last.counts()["cached"] > 0
+        llm.engine.reset_prefix_cache()
+        assert History(llm.engine.events).last.counts()["cached"] == 0

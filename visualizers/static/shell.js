@@ -151,11 +151,8 @@ function render({ model, el }) {
     ArrowLeft: { type: "step", delta: -1 }, ArrowRight: { type: "step", delta: 1 }, Home: { type: "seek", position: 0 }, End: { type: "live" },
     p: { type: "next_preemption" }, Escape: { type: "pin", request: null },
   };
-  const isPlain = (event) => !(event.metaKey || event.ctrlKey || event.altKey || event.shiftKey);
-  /** JupyterLab looks at keys first, and has its own use for some; plain ones are the widget's while it has the focus. */
-  function claimKey(event) { if (root.contains(event.target)) event.target.toggleAttribute("data-lm-suppress-shortcuts", isPlain(event)); }
   function onKey(event) {
-    if (!isPlain(event) || event.defaultPrevented) return;
+    if (event.metaKey || event.ctrlKey || event.altKey || event.defaultPrevented) return;
     const key = event.key, inButton = event.target.tagName === "BUTTON";
     if (key === " " && !inButton && last) act({ type: last.transport.playing ? "pause" : "play" });
     else if (key === "t") toggleTheme();
@@ -165,7 +162,6 @@ function render({ model, el }) {
     else return;
     event.preventDefault(); event.stopPropagation();  // the notebook keeps its own keys for when the focus is elsewhere
   }
-  window.addEventListener("keydown", claimKey, true);
   root.addEventListener("keydown", onKey);
   root.addEventListener("pointerdown", () => { if (!root.contains(document.activeElement)) root.focus({ preventScroll: true }); });
   const resized = new ResizeObserver(() => schedule());
@@ -173,7 +169,7 @@ function render({ model, el }) {
   const themed = new MutationObserver(() => { applyTheme(); schedule(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
   act({ type: "hello" });
-  return () => { window.removeEventListener("keydown", claimKey, true); resized.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
+  return () => { resized.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
 }
 
 /** A figure's cells as a Uint32Array of two words a block, brought up to date with what came. */
