@@ -5,7 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from run_notebooks import FOLDER, execute, normal
+from run_notebooks import FOLDER, LIVE, execute, normal, picture
 
 from refimpl.claims import all_claims
 
@@ -50,10 +50,20 @@ def texts(cell):
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS][:3] == ["00_quickstart", "01_kv_cache", "02_fragmentation"]
+    names = ["00_quickstart", "01_kv_cache", "02_fragmentation", "03_paged_attention", "04_continuous_batching"]
+    assert [path.stem for path in NOTEBOOKS][: len(names)] == names
+
+
+def test_of_a_widget_its_picture_is_kept():
+    kept = picture({LIVE: {"model_id": "gone"}, "text/html": "<p>a</p><svg>\n<rect/></svg>", "text/plain": "a"})
+    assert set(kept) == {"text/html", "text/plain"}
+    assert "svg>" not in kept["text/html"]
+    assert kept["text/html"].startswith("<p>a</p><img ")
+    assert picture(kept) == kept
 
 
 @each
+@pytest.mark.timeout(900)  # under a minute alone; the machine may be shared
 def test_a_notebook_runs_from_top_to_bottom(path, request, tmp_path):
     if any(USES_THE_EMBEDDED_MODEL.search(cell.source) for cell in code(path)):
         request.getfixturevalue("smollm2")  # downloaded now, not in a cell
