@@ -26,7 +26,7 @@
     const canvas = h("canvas", { tabindex: "0", role: "img", "data-refimpl": "block-map" });
     const legend = h("div", { class: "legend" }), card = h("div", { class: "card" });
     el.append(h("div", { class: "map" }, canvas), legend, card);
-    let picture = null, grid = null, hover = null, selected = null, cards = new Map(), flash = 1, flashed = null;
+    let picture = null, grid = null, hover = null, selected = null, cards = new Map(), flash = 1, flashed = null, pixels = null;
 
     const decode = (id) => {
       const owner = picture.packed[2 * id], word = picture.packed[2 * id + 1];
@@ -85,23 +85,31 @@
       drawText(c, letter, x + size / 2, middle + 0.5, { colour: high ? on(colour) : P.ink, size: small ? 8 : letter.length > 1 ? 10 : 11, weight: 600, align: "center" });
     }
 
-    /** 20,000 blocks and more: one word of a 32-bit image a block. */
+    /** 20,000 blocks and more: one word of a 32-bit image a block. Only what changed is coloured anew. */
     function drawPixels(c, P) {
-      const count = picture.num_blocks + 1, rows = Math.ceil(count / grid.columns), image = new ImageData(grid.columns, rows);
-      const pixels = new Uint32Array(image.data.buffer), word = (hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; };
-      const [free, cached, nothing] = [word(P.free), word(P.cached), word(P.ink3)], byOwner = new Map();
+      const count = picture.num_blocks + 1, rows = Math.ceil(count / grid.columns), look = `${grid.columns} ${ui.theme} ${ui.pinned}`;
+      if (!pixels || pixels.look !== look) {
+        const image = new ImageData(grid.columns, rows);
+        pixels = { look, image, words: new Uint32Array(image.data.buffer), off: new OffscreenCanvas(grid.columns, rows), byOwner: new Map() };
+        picture.changes.ids = null;
+      }
+      const word = (hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; };
+      const [free, cached, nothing] = [word(P.free), word(P.cached), word(P.ink3)], { words, byOwner } = pixels;
+      byOwner.clear();
       for (const [id, [, number, request]] of Object.entries(picture.sequences)) {
         const colour = hueOf(P, number);
         byOwner.set(Number(id) + 1, word(ui.pinned !== null && request !== ui.pinned ? mix(colour, P.bg, 0.72) : colour));
       }
-      for (let id = 0; id < count; id++) {
+      const colourOf = (id) => {
         const kind = (picture.packed[2 * id + 1] >> 16) & 255;
-        pixels[id] = kind === FREE ? free : kind === CACHED ? cached : kind === NULL ? nothing : byOwner.get(picture.packed[2 * id]) ?? nothing;
-      }
-      const off = new OffscreenCanvas(grid.columns, rows);
-      off.getContext("2d").putImageData(image, 0, 0);
+        return kind === FREE ? free : kind === CACHED ? cached : kind === NULL ? nothing : byOwner.get(picture.packed[2 * id]) ?? nothing;
+      };
+      if (picture.changes.ids === null) for (let id = 0; id < count; id++) words[id] = colourOf(id);
+      else for (const id of picture.changes.ids) words[id] = colourOf(id);
+      picture.changes.ids = [];
+      pixels.off.getContext("2d").putImageData(pixels.image, 0, 0);
       c.imageSmoothingEnabled = false;
-      c.drawImage(off, 0, 5, grid.columns * 2, rows * 2);
+      c.drawImage(pixels.off, 0, 5, grid.columns * 2, rows * 2);
     }
 
     function drawCopies(c, P) {

@@ -9,6 +9,7 @@ function recordedModel(recorded) {
 
   /** Bring the pictures to a position: forward by the changes of each frame, backward from the beginning. */
   function goTo(position) {
+    const nextOne = position === at + 1 && at >= 0;
     if (position < at) { at = -1; pictures = {}; cells = {}; }
     while (at < position) {
       at += 1;
@@ -16,6 +17,7 @@ function recordedModel(recorded) {
       for (const [name, values] of Object.entries(changes)) pictures[name] = { ...pictures[name], ...values };
       for (const [name, picture] of Object.entries(pictures)) if (changes[name]?.cells) cells[name] = patch(cells[name], picture.cells, buffers[picture.buffer]);
     }
+    return nextOne;
   }
   function patch(old, kind, text) {
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0)), words = new Uint32Array(bytes.buffer);
@@ -25,11 +27,15 @@ function recordedModel(recorded) {
     return next;
   }
   function emit(whole) {
-    goTo(player.position);
-    const buffers = [], drawn = {};
+    const nextOne = goTo(player.position) && !whole, buffers = [], drawn = {};
+    const { changes, buffers: sent } = recorded.frames[at];
     for (const [name, picture] of Object.entries(pictures)) {
       drawn[name] = { ...picture };
-      if (cells[name]) { drawn[name].cells = "all"; drawn[name].buffer = buffers.push(new DataView(cells[name].slice().buffer)) - 1; }
+      if (!cells[name]) continue;
+      const changed = nextOne && changes[name]?.cells === "changed";
+      const bytes = changed ? Uint8Array.from(atob(sent[picture.buffer]), (c) => c.charCodeAt(0)) : new Uint8Array(cells[name].slice().buffer);
+      drawn[name].cells = changed ? "changed" : "all";
+      drawn[name].buffer = buffers.push(new DataView(bytes.buffer)) - 1;
     }
     const transport = { ...recorded.frames[at].transport, live: false, playing: player.playing, speed: player.speed, pinned: player.pinned };
     for (const listener of listeners) listener({ type: "frame", whole, transport, marks: whole ? recorded.marks : [], pictures: drawn }, buffers);

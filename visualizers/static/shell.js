@@ -172,14 +172,22 @@ function render({ model, el }) {
   return () => { resized.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
 }
 
-/** A figure's cells as a Uint32Array of two words a block, brought up to date with what came. */
+/** A figure's cells as a Uint32Array of two words a block, brought up to date with what came.
+ *
+ * `picture.changes` gathers the ids of changed cells until a drawing clears it; null stands for all of them. */
 function unpackCells(holder, picture, buffers) {
   const source = buffers[picture.buffer];
   const bytes = source instanceof DataView ? source : new DataView(source.buffer ?? source, source.byteOffset ?? 0, source.byteLength);
   const words = new Uint32Array(bytes.byteLength / 4);
   for (let i = 0; i < words.length; i++) words[i] = bytes.getUint32(4 * i, true);
-  if (picture.cells === "all") return (holder.packed = words);
-  for (let i = 0; i < words.length; i += 3) { holder.packed[2 * words[i]] = words[i + 1]; holder.packed[2 * words[i] + 1] = words[i + 2]; }
+  if (picture.cells === "all") { holder.packed = words; holder.changes = { ids: null }; }
+  else {
+    for (let i = 0; i < words.length; i += 3) {
+      holder.packed[2 * words[i]] = words[i + 1]; holder.packed[2 * words[i] + 1] = words[i + 2];
+      holder.changes.ids?.push(words[i]);
+    }
+  }
+  picture.changes = holder.changes;
   return holder.packed;
 }
 

@@ -1,0 +1,132 @@
+"""Exported pages: self-contained, safe whatever the texts, and stepped in a real browser they show what the log says."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from browser_support import CHROMIUM, MISSING
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scheduler"))
+from sharing_support import Driver
+
+from refimpl import Engine, EngineArgs, EventLog, SamplingParams
+from refimpl.errors import RefimplError
+from refimpl.visualizers import History, export_html, page
+from refimpl.visualizers.block_map import FIGURE as BLOCK_MAP
+
+needs_browser = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
+
+
+def small_run(**options):
+    engine = Engine(EngineArgs(model="tiny", **{"num_gpu_blocks_override": 9, "max_num_seqs": 3, "block_size": 8} | options))
+    for number in range(4):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, seed=number, n=2)
+        engine.add_request(f"</script><img src=x onerror=alert({number})>", f"prompt </script> {number}", params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+    return engine.events
+
+
+def test_a_page_holds_everything_and_asks_for_nothing(tmp_path):
+    text = export_html(small_run(), tmp_path / "run.html").read_text(encoding="utf-8")
+    assert text.count("<script") == text.count("</script>") == 1
+    assert not re.search(r'(src|href)\s*=\s*"?https?:', text)
+    assert "onerror=alert" not in text.replace("&lt;img src=x onerror=alert", "")
+    assert "<noscript>" in text
+
+
+def test_a_log_from_a_file_makes_the_same_page(tmp_path):
+    log = small_run()
+    log.save(tmp_path / "log.jsonl.gz")
+    one = export_html(log, tmp_path / "one.html").read_bytes()
+    assert export_html(tmp_path / "log.jsonl.gz", tmp_path / "two.html").read_bytes() == one
+
+
+def test_a_long_log_is_cut_to_its_last_steps_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "MOST_STEPS", 5)
+    log = small_run()
+    assert f"; the last 5 steps of {len(log.records)}" in export_html(log, tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_exported_is_refused_with_a_sentence(tmp_path):
+    with pytest.raises(RefimplError, match="nothing to export: no step has run yet"):
+        export_html(Engine(EngineArgs(model="tiny")), tmp_path / "run.html")
+    with pytest.raises(RefimplError, match="cannot be written"):
+        export_html(small_run(), tmp_path / "no" / "such" / "folder.html")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@needs_browser
+def test_an_exported_page_steps_and_plays_without_a_kernel(browser, tmp_path):
+    log = small_run()
+    history = History(log)
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    errors = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(export_html(log, tmp_path / "run.html").as_uri())
+    tab.wait_for_selector(".refimpl[data-position]")
+
+    def shows(position):
+        tab.wait_for_function(f"document.querySelector('.refimpl').dataset.position === '{position}'")
+        caption = BLOCK_MAP.picture(history, position)["caption"]
+        assert tab.inner_text("[data-figure=block_map] figcaption") == "".join(text for text, _ in caption)
+
+    last = len(history) - 1
+    shows(last)
+    tab.click("button[aria-label='Step back']")
+    shows(last - 1)
+    tab.click("button[aria-label='Next preemption']")
+    shows(next(i for i, record in enumerate(history.records) if record.preempted))
+    tab.focus(".refimpl")
+    tab.keyboard.press("Home")
+    shows(0)
+    tab.keyboard.press("ArrowRight")
+    shows(1)
+    tab.keyboard.press("4")
+    tab.keyboard.press(" ")
+    shows(last)
+    assert errors == []
+    tab.close()
+
+
+@needs_browser
+def test_a_large_map_that_is_painted_by_changes_is_the_one_painted_whole(browser, tmp_path):
+    driver = Driver(num_blocks=25_000, block_size=16, max_num_seqs=60, max_num_batched_tokens=20_000, max_model_len=4_000)
+    for number in range(60):
+        driver.add([number + 1] * (200 + 37 * number), max_tokens=6)
+    log: EventLog = driver.recorder.events
+    for _ in range(12):
+        driver.step()
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(export_html(log, tmp_path / "run.html", [BLOCK_MAP]).as_uri())
+    tab.wait_for_selector(".refimpl[data-position]")
+    pixels = "document.querySelector('canvas[data-refimpl]').toDataURL()"
+
+    def press(key, position):
+        tab.keyboard.press(key)
+        tab.wait_for_function(f"document.querySelector('.refimpl').dataset.position === '{position}'")
+
+    tab.focus(".refimpl")
+    press("Home", 0)
+    first = tab.evaluate(pixels)
+    for position in range(1, 9):
+        press("ArrowRight", position)
+    by_changes = tab.evaluate(pixels)
+    tab.keyboard.press("t")
+    tab.wait_for_function("document.querySelector('.refimpl').dataset.theme === 'dark'")
+    tab.keyboard.press("t")
+    tab.wait_for_function("document.querySelector('.refimpl').dataset.theme === 'light'")
+    tab.wait_for_timeout(200)
+    assert tab.evaluate(pixels) == by_changes != first
+    tab.close()
