@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -83,11 +84,11 @@ class BlockMap:
         num_cells = picture["num_blocks"] + 1
         pitch = 31 if num_cells <= 200 else 16 if num_cells <= LETTERS_UP_TO else 4
         columns = max(1, min(num_cells, 820 // pitch))
-        body = []
-        for block_id, (owner, owners, fill, kind) in enumerate(CELL.iter_unpack(picture["cells"])):
+        body = _svg_runs(picture, columns, pitch, palette) if pitch == 4 else []
+        for block_id, (owner, owners, fill, kind) in enumerate(CELL.iter_unpack(picture["cells"]) if pitch > 4 else ()):
             x, y = 28 + block_id % columns * pitch, 5 + block_id // columns * pitch
             sequence = picture["sequences"].get(owner - 1)
-            body.append(_svg_cell(x, y, pitch - (3 if pitch > 4 else 1), KINDS[kind], owners, fill / 255, sequence, palette))
+            body.append(_svg_cell(x, y, pitch - 3, KINDS[kind], owners, fill / 255, sequence, palette))
         height = 5 + -(-num_cells // columns) * pitch
         x = 28 + columns * pitch + 32
         counts = [*picture["counts"].items(), ("null block", 1)]
@@ -124,6 +125,18 @@ def _caption(state: State, counts: dict[str, int]) -> Caption:
     if state.truncated:
         parts.append((" The log begins in the middle of the run: what ran before is not shown.", True))
     return parts
+
+
+def _svg_runs(picture: Picture, columns: int, pitch: int, palette: Palette) -> list[str]:
+    """Thousands of blocks: neighbours of one colour in a row are one rectangle."""
+    body = []
+    cells = enumerate(CELL.iter_unpack(picture["cells"]))
+    for (row, owner, kind), run in groupby(cells, key=lambda cell: (cell[0] // columns, cell[1][0], cell[1][3])):
+        ids = [block_id for block_id, _ in run]
+        sequence = picture["sequences"].get(owner - 1)
+        colour = hue(palette, sequence[1]) if sequence else palette["cached" if KINDS[kind] == "cached" else "free"]
+        body.append(rect(28 + ids[0] % columns * pitch, 5 + row * pitch, len(ids) * pitch - 1, pitch - 1, colour))
+    return body
 
 
 def _svg_cell(x: float, y: float, size: float, kind: str, owners: int, fill: float, sequence: Any, palette: Palette) -> str:

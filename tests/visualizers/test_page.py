@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from browser_support import CHROMIUM, MISSING
@@ -14,6 +15,7 @@ from refimpl import Engine, EngineArgs, EventLog, SamplingParams
 from refimpl.errors import RefimplError
 from refimpl.visualizers import History, export_html, page
 from refimpl.visualizers.block_map import FIGURE as BLOCK_MAP
+from refimpl.visualizers.palette import LIGHT
 
 needs_browser = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
 
@@ -55,6 +57,19 @@ def test_what_cannot_be_exported_is_refused_with_a_sentence(tmp_path):
         export_html(Engine(EngineArgs(model="tiny")), tmp_path / "run.html")
     with pytest.raises(RefimplError, match="cannot be written"):
         export_html(small_run(), tmp_path / "no" / "such" / "folder.html")
+
+
+def test_a_still_picture_of_a_large_cache_stays_small():
+    driver = Driver(num_blocks=20_000, max_num_batched_tokens=20_000, max_model_len=4_000)
+    for number in range(4):
+        driver.add([number + 1] * 900, max_tokens=3)
+    driver.step()
+    history = History(driver.recorder.events)
+    picture = BLOCK_MAP.picture(history, 0)
+    drawn = BLOCK_MAP.svg(picture, LIGHT)
+    assert len(drawn) < 100_000
+    colours = {element.get("fill") for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("rect")}
+    assert {LIGHT["h0"], LIGHT["h1"], LIGHT["h2"], LIGHT["h3"], LIGHT["free"]} <= colours
 
 
 @pytest.fixture(scope="module")
