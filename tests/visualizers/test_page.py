@@ -69,7 +69,9 @@ def test_a_still_picture_of_a_large_cache_stays_small():
     drawn = BLOCK_MAP.svg(picture, LIGHT)
     assert len(drawn) < 100_000
     colours = {element.get("fill") for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("rect")}
-    assert {LIGHT["h0"], LIGHT["h1"], LIGHT["h2"], LIGHT["h3"], LIGHT["free"]} <= colours
+    owners = {LIGHT[f"h{sequence.hue}"] for sequence in history.last.alive()}
+    assert owners | {LIGHT["free"]} <= colours
+    assert len(owners) > 1
 
 
 @pytest.fixture(scope="module")
