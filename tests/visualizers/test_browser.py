@@ -55,7 +55,7 @@ _ = open("books.json", "w").write(json.dumps(told))
 LONG = """
 import pathlib, threading, time
 pathlib.Path("slow").touch()
-llm.engine.events.subscribe(lambda record: time.sleep(0.03 * pathlib.Path("slow").exists()))
+llm.engine.events.subscribe(lambda record: time.sleep(0.15 * pathlib.Path("slow").exists()))
 def tell():
     while pathlib.Path("slow").exists():
         engine = llm.engine
@@ -64,7 +64,7 @@ def tell():
         pathlib.Path("told.new").rename("gate.json")
         time.sleep(0.02)
 threading.Thread(target=tell, daemon=True).start()
-outputs = llm.generate(["one", "two"], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+outputs = llm.generate(["one", "two"], SamplingParams(max_tokens=300, ignore_eos=True), use_tqdm=False)
 print("generated", sum(len(output.outputs[0].token_ids) for output in outputs))
 """
 
@@ -267,7 +267,7 @@ def test_the_engine_is_held_stepped_and_let_go_while_generate_blocks_its_cell(no
     (folder / "slow").unlink()
     widget.click("Hold the engine")
     notebook.wait(cell)
-    assert "generated 400" in cell.inner_text()
+    assert "generated 600" in cell.inner_text()
 
 
 def test_a_reload_in_mid_run_brings_the_picture_back_and_it_goes_on(notebook, folder):
