@@ -8,7 +8,6 @@ entry a row. Within a record, things happen in this order::
 
 A record is written when its step's tokens are taken in, in the order of the steps. With overlap the next step has been
 planned by then, and may hold rows and blocks of sequences that this one ends: whoever rebuilds tables skips what has ended.
-:func:`moments` tells the order in which everything really happened.
 
 On disk a log is JSON lines (gzipped where the name ends in .gz): a header, then a record a line.
 """
@@ -20,7 +19,7 @@ import logging
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -142,23 +141,6 @@ class RowKinds:
         prefilling.difference_update(drew)
         prefilling.difference_update(finish.sequence_id for finish in record.finished)
         return kinds
-
-
-Moment = Literal["planned", "updated"]
-
-
-def moments(records: Iterable[StepRecord], overlap: bool) -> list[tuple[Moment, StepRecord]]:
-    """Each step's two moments in the order in which they happened; ``overlap`` is the header's ``async_scheduling``.
-
-    "planned" is everything up to the batch: aborts, preemptions, admissions, allocations. "updated" is what its tokens
-    brought: ends, and the blocks that they gave back. Moments of equal time (a virtual clock) go by the rule of the loop:
-    step N is taken in before step N + 1 is planned, with overlap before N + 2 is.
-    """
-    timed: list[tuple[float, float, Moment, StepRecord]] = []
-    for record in records:
-        timed.append((record.scheduled_at, record.step, "planned", record))
-        timed.append((record.updated_at, record.step + (1.5 if overlap else 0.5), "updated", record))
-    return [(moment, record) for _, _, moment, record in sorted(timed, key=lambda entry: entry[:2])]
 
 
 class EventLog:

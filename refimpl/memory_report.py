@@ -81,11 +81,19 @@ class MemoryReport(msgspec.Struct, frozen=True):
             ("  free", usage.free_blocks * self.block_bytes, f"{usage.free_blocks:,} blocks"),
             ("saved by sharing", self._slot_bytes(usage.shared_slots), f"{usage.shared_slots:,} tokens"),
             ("the same, contiguous", self.contiguous_bytes, f"{self.max_model_len:,} tokens reserved a sequence"),
+            ("would fit in the pool", self.pool_bytes, self._fitting()),
         ]
         if usage.stranded_blocks:
             rows.insert(7, ("    wasted outside", usage.stranded_blocks * self.block_bytes, "too short for a reservation"))
         lines = [f"{self.device:<22}{'MiB':>10}"]
         return "\n".join(lines + [f"{name:<22}{count / 1024**2:>10,.1f}   {note}".rstrip() for name, count, note in rows])
+
+    def _fitting(self) -> str:
+        """How many sequences as long as those that run now; of the longest, while none does."""
+        usage = self.usage
+        tokens = -(-(usage.filled_slots + usage.shared_slots) // usage.num_sequences) if usage.num_sequences else 0
+        paged, contiguous = self.sequences_that_fit(tokens or self.max_model_len)
+        return f"{paged:,} sequences of {tokens or self.max_model_len:,} tokens; contiguous, {contiguous:,}"
 
     def _slot_bytes(self, slots: int) -> int:
         return slots * self.block_bytes // self.usage.block_size

@@ -11,7 +11,7 @@ import pytest
 
 from refimpl import Engine, EngineArgs, EventLog, SamplingParams
 from refimpl.errors import RefimplError
-from refimpl.events import DECISION_TEXTS, SCHEMA_VERSION, LogHeader, StepRecord, describe, moments
+from refimpl.events import DECISION_TEXTS, SCHEMA_VERSION, LogHeader, StepRecord, describe
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["depth 0", "depth 1"])
 
@@ -231,6 +231,20 @@ def test_a_subscriber_may_subscribe_another():
 
 
 # ---------------------------------------------------------------------- what the records say
+
+
+def moments(records, overlap):
+    """Each step's two moments in the order in which they happened; ``overlap`` is the header's ``async_scheduling``.
+
+    "planned" is everything up to the batch: aborts, preemptions, admissions, allocations. "updated" is what its tokens
+    brought: ends, and the blocks that they gave back. Moments of equal time (a virtual clock) go by the rule of the loop:
+    step N is taken in before step N + 1 is planned, with overlap before N + 2 is.
+    """
+    timed = []
+    for record in records:
+        timed.append((record.scheduled_at, record.step, "planned", record))
+        timed.append((record.updated_at, record.step + (1.5 if overlap else 0.5), "updated", record))
+    return [(moment, record) for _, _, moment, record in sorted(timed, key=lambda entry: entry[:2])]
 
 
 class Books:

@@ -58,6 +58,7 @@ def test_the_report_is_a_table_for_people():
         assert notes["used"] == "3 blocks, 1 sequences"
         assert notes["wasted inside"] == "25.0% of the used slots"
         assert notes["the same, contiguous"] == "40 tokens reserved a sequence"
+        assert notes["would fit in the pool"] == "16 sequences of 9 tokens; contiguous, 5"
 
 
 def test_the_waste_outside_is_shown_where_there_is_any():

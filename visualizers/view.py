@@ -62,6 +62,7 @@ class View(anywidget.AnyWidget):
             transport_shown=self.with_transport,
             **options,
         )
+        _answer_where_asked(self.comm)
         self.on_msg(self._on_message)
         self._stop_listening = self.player.listen(self._draw)
 
@@ -188,6 +189,16 @@ _ACTIONS: dict[str, Callable[[View, dict[str, Any]], None]] = {
     "pin": View._pin,
     "next_preemption": lambda view, _: _next_preemption(view),
 }
+
+
+def _answer_where_asked(comm: Any) -> None:
+    """Have a comm's messages handled in the subshell that the front end names.
+
+    ipykernel 7.4 sends them to the shell in which the comm was last spoken through instead. A cell opens it, and frames come
+    from a thread that counts to that cell's shell: so every click would wait until the cell has run.
+    """
+    if hasattr(comm, "_reply_subshell_for"):
+        comm._reply_subshell_for = lambda _data, asked: asked
 
 
 def _next_preemption(view: View) -> None:

@@ -86,7 +86,8 @@ def _lengths(snapshot: Snapshot) -> Iterator[str]:
         needs = -(-computed // snapshot.block_size)
         if snapshot.reserved_blocks is not None:
             table = snapshot.tables.get(sequence_id, ())
-            if table != tuple(range(min(table, default=0), min(table, default=0) + snapshot.reserved_blocks)):
+            first = min(table, default=0)
+            if table != tuple(range(first, first + snapshot.reserved_blocks)):
                 yield f"sequence {sequence_id} has blocks {table}, not {snapshot.reserved_blocks} in one run"
             needs = max(needs, snapshot.reserved_blocks)
         if has != needs:

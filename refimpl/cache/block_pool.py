@@ -87,7 +87,7 @@ class BlockPool:
                 f"was asked for {count} of {self.num_free} free blocks and gave {given}; it must give a list of exactly as "
                 "many as it is asked for, while there are as many"
             )
-        good: list[int] = []
+        good: dict[int, None] = {}  # in order, and quick to ask
         for given in block_ids:
             block_id = _whole(given)
             if block_id is None or not 1 <= block_id <= self.num_blocks:
@@ -98,11 +98,11 @@ class BlockPool:
             elif self._taken[block_id] or block_id in good:
                 wrong = wrong or f"gave block {block_id} twice: it is not free until it is given back"
             else:
-                good.append(block_id)
+                good[block_id] = None
         if wrong:
-            self._give_back(good)
+            self._give_back(list(good))
             raise AllocatorError(f"the block allocator {self._name!r} {wrong}")
-        return good
+        return list(good)
 
 
 def _whole(given: object) -> int | None:

@@ -128,7 +128,7 @@ class Notebook:
         from playwright.sync_api import expect
 
         expect(cell.locator(".jp-InputArea-prompt")).to_have_text(re.compile(r"\[\d+\]"), timeout=PATIENCE)
-        raised = cell.locator("[data-mime-type='application/vnd.jupyter.error']")
+        raised = cell.locator("[data-mime-type='application/vnd.jupyter.stderr']").filter(has_text="Traceback")
         assert raised.count() == 0, raised.inner_text()
 
     def run(self, code):

@@ -15,15 +15,21 @@ from refimpl.visualizers.palette import DARK, LIGHT, hue
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the browser test needs more than there is: {'; '.join(MISSING)}")
 
-FIRST = """
+IMPORTS = """
+import json
 from refimpl import LLM, SamplingParams
 from refimpl.visualizers import BlockMap, Dashboard, State
+"""
+
+FIRST = f"""{IMPORTS}
 llm = LLM("tiny", num_gpu_blocks_override=40)
 llm.generate(["The quick brown fox", "jumps"], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
 BlockMap(llm)
 """
 
-ENGINE = """
+ENGINE = (
+    IMPORTS
+    + """
 llm = LLM("tiny", num_gpu_blocks_override=NUMBER, max_num_seqs=8, max_num_batched_tokens=64)
 def add(count, max_tokens=120):
     for i in range(count):
@@ -34,6 +40,7 @@ def steps(count=1000):
         llm.engine.step()
         count -= 1
 """
+)
 
 BOOKS = """
 import json
@@ -268,6 +275,16 @@ def test_the_engine_is_held_stepped_and_let_go_while_generate_blocks_its_cell(no
     widget.click("Hold the engine")
     notebook.wait(cell)
     assert "generated 600" in cell.inner_text()
+
+
+def test_a_widget_is_painted_while_the_cell_after_it_generates(notebook, folder):
+    shown = notebook.start(engine(200) + "Dashboard(llm)")
+    cell = notebook.start(LONG)
+    widget = Widget(shown).drawn()
+    assert cell.locator(".jp-InputArea-prompt").inner_text() == "[*]:"
+    (folder / "slow").unlink()
+    notebook.wait(cell)
+    assert widget.root.is_visible()
 
 
 def test_a_reload_in_mid_run_brings_the_picture_back_and_it_goes_on(notebook, folder):
