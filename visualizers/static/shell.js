@@ -164,12 +164,32 @@ function render({ model, el }) {
   }
   root.addEventListener("keydown", onKey);
   root.addEventListener("pointerdown", () => { if (!root.contains(document.activeElement)) root.focus({ preventScroll: true }); });
-  const resized = new ResizeObserver(() => schedule());
+  const steady = keepHeights(root.querySelectorAll(".why, figcaption, .body"));
+  const resized = new ResizeObserver(() => { steady.reset(root.clientWidth); schedule(); });
   resized.observe(root);
   const themed = new MutationObserver(() => { applyTheme(); schedule(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
   act({ type: "hello" });
-  return () => { resized.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
+  return () => { resized.disconnect(); steady.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
+}
+
+/** Each part keeps the greatest height it had at this width: what is under the pointer stays there while the engine runs. */
+function keepHeights(parts) {
+  let width = null;
+  const observer = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      const height = target.offsetHeight;
+      if (height > (parseFloat(target.style.minHeight) || 0)) target.style.minHeight = `${height}px`;
+    }
+  });
+  parts.forEach((part) => observer.observe(part));
+  return {
+    reset(newWidth) {
+      if (newWidth !== width) parts.forEach((part) => { part.style.minHeight = ""; });
+      width = newWidth;
+    },
+    disconnect() { observer.disconnect(); },
+  };
 }
 
 /** A figure's cells as a Uint32Array of two words a block, brought up to date with what came.
