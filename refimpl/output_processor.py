@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Literal
 
+from refimpl.logprob_output import TokenText, logprob_dict, prompt_logprob_dicts
+from refimpl.logprobs import Logprob
 from refimpl.outputs import CompletionOutput, RequestOutput
 from refimpl.request import Request, Sequence
+from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.detokenizer import Detokenizer
 from refimpl.tokenizer.tokenizer import Tokenizer
 
@@ -19,6 +23,9 @@ class _Stream:
         self.tokens_sent = 0
         self.text_sent = 0
         self.told_end = False
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.cumulative_logprob = 0.0
+        self.readings_sent: set[tuple[str, int]] = set()
 
 
 class OutputProcessor:
@@ -27,6 +34,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._streams: dict[int, _Stream] = {}
+        self._prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
 
     def process(self, advanced: Iterable[Sequence]) -> list[RequestOutput]:
         """One output for each request of which a sample took a token or ended."""
@@ -46,6 +54,7 @@ class OutputProcessor:
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request."""
+        self._prompt_logprobs.pop(request.request_id, None)
         for sequence in request.sequences:
             self._streams.pop(sequence.sequence_id, None)
 
@@ -73,7 +82,20 @@ class OutputProcessor:
             outputs=[self._completion(sequence) for sequence in request.sequences if self._has_news(sequence)],
             finished=request.finished,
             metrics=request.metrics,
+            prompt_logprobs=self._prompt_logprobs_of(request),
         )
+
+    def _token_text(self, params: SamplingParams) -> TokenText | None:
+        return self._tokenizer.token_text if params.detokenize else None
+
+    def _prompt_logprobs_of(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        """Made once; with deltas also told once."""
+        if (known := self._prompt_logprobs.get(request.request_id)) is not None:
+            return None if request.params.output_kind == "delta" else known
+        found = prompt_logprob_dicts(request, self._token_text(request.params))
+        if found is not None:
+            self._prompt_logprobs[request.request_id] = found
+        return found
 
     def _has_news(self, sequence: Sequence) -> bool:
         """With deltas, a sample that ended is told once."""
@@ -88,6 +110,8 @@ class OutputProcessor:
         delta = sequence.request.params.output_kind == "delta"
         token_ids = sequence.token_ids[sequence.num_prompt_tokens + (stream.tokens_sent if delta else 0) :]
         text = stream.detokenizer.text[stream.text_sent if delta else 0 :]
+        logprobs = self._new_logprobs(sequence, stream)[stream.tokens_sent if delta else 0 :]
+        asked = sequence.request.params.logprobs is not None
         stream.tokens_sent, stream.text_sent = stream.tokens_seen, len(stream.detokenizer.text)
         return CompletionOutput(
             index=sequence.index,
@@ -95,4 +119,23 @@ class OutputProcessor:
             token_ids=token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            logprobs=logprobs if asked else None,
+            cumulative_logprob=stream.cumulative_logprob if asked else None,
+            logits=self._readings(sequence, stream, "logits"),
+            hidden_states=self._readings(sequence, stream, "hidden_states"),
         )
+
+    def _new_logprobs(self, sequence: Sequence, stream: _Stream) -> list[dict[int, Logprob]]:
+        """Those of all tokens seen so far."""
+        for token in sequence.logprobs[len(stream.logprobs) : stream.tokens_seen]:
+            stream.logprobs.append(logprob_dict(token, self._token_text(sequence.request.params)))
+            stream.cumulative_logprob += token.logprob
+        return stream.logprobs
+
+    def _readings(self, sequence: Sequence, stream: _Stream, kind: Literal["logits", "hidden_states"]) -> dict[int, Any]:
+        """What was read at positions of prompt and output; with deltas, what was not told yet."""
+        found = {**getattr(sequence.request.readings, kind), **getattr(sequence.readings, kind)}
+        if sequence.request.params.output_kind == "delta":
+            found = {position: array for position, array in found.items() if (kind, position) not in stream.readings_sent}
+            stream.readings_sent.update((kind, position) for position in found)
+        return found
