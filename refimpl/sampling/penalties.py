@@ -7,7 +7,7 @@ by the length of the prompt, not by what was computed when. The price is one pas
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
@@ -38,7 +38,7 @@ def apply_penalties(
 
 
 def _count(
-    token_ids: Int64[Tensor, "R L"], counted: Int64[Tensor, "R L"], logits: Float[Tensor, "R V"]
+    token_ids: Int64[Tensor, "R L"], counted: Bool[Tensor, "R L"], logits: Float[Tensor, "R V"]
 ) -> Float[Tensor, "R V"]:
     """How often each row holds each token, of the places that count; exact up to 2²⁴ in float32."""
     return torch.zeros_like(logits).scatter_add(-1, token_ids, counted.to(logits.dtype))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from refimpl.outputs import Admission
@@ -29,13 +29,13 @@ class _Asked:
     num_prompt_tokens: int
     may_end_at: int
     """Tokens, prompt and output, from which on an ending id may be drawn."""
-    allowed: Int64[Tensor, "cells"]
-    forbidden: Int64[Tensor, "cells"]
+    allowed: Int64[Tensor, "num_allowed"]
+    forbidden: Int64[Tensor, "num_forbidden"]
     """Bad words of one token."""
-    endings: Int64[Tensor, "cells"]
+    endings: Int64[Tensor, "num_endings"]
     words: WordTable | None
-    bias_ids: Int64[Tensor, "cells"]
-    bias: Tensor
+    bias_ids: Int64[Tensor, "num_biased"]
+    bias: Float32[Tensor, "num_biased"]
     penalties: tuple[float, float, float] | None
     """Presence, frequency, repetition."""
     hooks: tuple[LogitsHook, ...] = field(default=())
