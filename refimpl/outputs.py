@@ -223,7 +223,7 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     """None while it runs; then stop, length, abort or error."""
     stop_reason: int | str | None = None
-    """The id in ``stop_token_ids`` that ended it, or a sentence about an error or an early end."""
+    """The id in ``stop_token_ids`` or the string in ``stop`` that ended it, or a sentence about an error or an early end."""
 
     @property
     def finished(self) -> bool:

@@ -36,7 +36,7 @@ class Node:
         return child
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def automaton(stop: tuple[str, ...]) -> Node:
     """The root of the automaton of these stop strings, none of them empty."""
     root = Node(0)

@@ -31,14 +31,13 @@ class TextStream:
         return None if silent else self._say(self._detokenizer.append(token_id))
 
     def finish(self) -> str | None:
-        """No token follows: what was held back is said, unless it holds a stop string, which is returned."""
-        if self._finished:
-            return None
-        self._finished = True
-        found = self._say(self._detokenizer.finish())
-        if found is None and self._finder is not None:
-            self._new.append(self._finder.finish())
-        return found
+        """No token follows: what was held back is said, up to a stop string. Returns the one that ended the text."""
+        if not self._finished:
+            self._finished = True
+            self._say(self._detokenizer.finish())
+            if self._finder is not None:
+                self._new.append(self._finder.finish())
+        return self._finder.found if self._finder is not None else None
 
     def take(self) -> str:
         """The text that was said since the last call."""
@@ -49,8 +48,6 @@ class TextStream:
     def _say(self, piece: str) -> str | None:
         """Pass a piece on, as far as stop strings allow."""
         if self._finder is not None and piece:
-            if self._finder.found is not None:
-                return None
             piece = self._finder.append(piece, counts=self._num_tokens > self._min_tokens)
         if piece:
             self._new.append(piece)
