@@ -78,11 +78,11 @@ class Engine:
             raise
         if config.max_model_len < (args.max_model_len or model_limit):
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
-        self.scheduler = make_scheduler(args, config, kv_cache_manager, self.model_config.eos_token_ids, clock, policy)
+        self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
+        self.scheduler = make_scheduler(args, config, kv_cache_manager, eos, clock, policy, self._processor)
         self._intake = Intake(
             self.tokenizer, self.model_config, config.max_model_len, args, clock, self._executor.logits_hooks
         )
-        self._processor = OutputProcessor(self.tokenizer)
         overlap, token_text = self._depth > 0, self.tokenizer.token_text
         self._recorder = Recorder(
             checkpoint.name, config, kv_cache_manager, overlap, args.event_log_size, clock, token_text, self._executor

@@ -257,7 +257,7 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     """None while it runs; then stop, length, abort or error."""
     stop_reason: int | str | None = None
-    """The id in ``stop_token_ids`` that ended it, or a sentence about an error or an early end."""
+    """The id in ``stop_token_ids`` or the string in ``stop`` that ended it, or a sentence about an error or an early end."""
     logprobs: list[dict[int, Logprob]] | None = None
     """One dict a token of ``token_ids``: its own, and the most probable ones, by id. None where none were asked for."""
     cumulative_logprob: float | None = None
