@@ -69,7 +69,7 @@ class LLM:
 
         """
         listed = _as_list(prompts)
-        return self._run([_unwrap(prompt) for prompt in listed], sampling_params, use_tqdm)
+        return self._run([unwrap(prompt) for prompt in listed], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -191,7 +191,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return listed
 
 
-def _unwrap(prompt: Any) -> str | list[int]:
+def unwrap(prompt: Any) -> str | list[int]:
+    """The text or the token ids of a prompt in any form.
+
+    Raises:
+        RequestError: a dict has neither, or one of another kind.
+
+    """
     if not isinstance(prompt, dict):
         unwrapped: str | list[int] = prompt  # the engine checks it
         return unwrapped

@@ -23,8 +23,19 @@ LAYERS = [
     {"sampling", "speculative"},
     {"executor", "simulate", "parallel"},
     # The engine and its own helpers.
-    {"engine", "step_loop", "intake", "recorder", "explain", "output_processor", "interrupts", "gate"},
-    {"llm", "async_llm"},
+    {
+        "engine",
+        "engine_lock",
+        "explain",
+        "gate",
+        "intake",
+        "interrupts",
+        "output_processor",
+        "recorder",
+        "request_book",
+        "step_loop",
+    },
+    {"llm", "async_llm", "step_thread", "watchdog", "comm_messages"},
     {"server", "bench", "cli", "cli_options", "claims", "lab"},
 ]
 """Imports go from a later layer to an earlier one, or within one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -62,6 +64,7 @@ class LocalExecutor:
             ) from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="refimpl-step") if asynchronous else None
         self._closed = False
+        self._process = os.getpid()
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
@@ -79,17 +82,20 @@ class LocalExecutor:
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step: at once, or in the worker thread after those before it."""
         if self._thread is not None:
-            return self._thread.submit(self.runner.execute, scheduler_output)
+            return self._thread.submit(_execute, self.runner, scheduler_output)
         future: Future[ModelRunnerOutput] = Future()
         try:
-            future.set_result(self.runner.execute(scheduler_output))
+            future.set_result(_execute(self.runner, scheduler_output))
         except BaseException as error:  # a second Ctrl-C too: the engine must learn that this step is torn
             future.set_exception(error)
         return future
 
     def close(self) -> None:
-        """End the thread and release weights and cache, whoever still refers to them."""
-        if self._closed:
+        """End the thread and release weights and cache, whoever still refers to them.
+
+        In a child that was forked off, nothing is done: thread, device and memory are its parent's.
+        """
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         if self._thread is not None:
@@ -138,3 +144,12 @@ class LocalExecutor:
         # A row that is filtered and sampled holds about six copies of its float32 logits.
         logits = 6 * 4 * max_num_seqs * config.vocab_size
         return int(torch.cuda.max_memory_allocated(self.device) - before) + logits
+
+
+def _execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    """A step. What it raises keeps its lines and loses its variables: a notebook's last traceback would hold tensors."""
+    try:
+        return runner.execute(scheduler_output)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
