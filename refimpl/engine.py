@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.memory_report import MemoryReport
 from refimpl.output_processor import OutputProcessor
 from refimpl.outputs import RequestOutput
+from refimpl.parts import claim
 from refimpl.recorder import Recorder
 from refimpl.request import Request
 from refimpl.request_book import RequestBook
@@ -49,8 +51,10 @@ class Engine:
     """
 
     def __init__(self, args: EngineArgs, clock: Callable[[], float] = time.monotonic) -> None:
+        self._closed = True  # until everything is there
         self.args = args
         self.clock = clock
+        claim(self, scheduling_policy=args.scheduling_policy, prefix_index=args.prefix_index)
         policy = choose_policy(args.scheduling_policy)
         check_parts(args)
         checkpoint = open_checkpoint(args.model)
@@ -86,6 +90,7 @@ class Engine:
         self._loop = StepLoop(self.scheduler, self._executor, self._recorder, self._depth)
         self._kept: list[RequestOutput] = []
         self._book = RequestBook()
+        weakref.finalize(self, self._executor.close).atexit = False  # dropped without close; a process's end frees anyway
         self._closed = False
         self.num_aborted = 0
         """Requests that were aborted since the engine began."""
@@ -117,7 +122,7 @@ class Engine:
     def prepare(
         self, request_id: str, prompt: str | list[int], sampling_params: SamplingParams, **options: Any
     ) -> PreparedRequest:
-        """The first half of :meth:`add_request`: check and tokenise. It waits for no step, and raises what that one would."""
+        """The first half of :meth:`add_request`, which raises what that one would: check and tokenise. Waits for no step."""
         if options.get("priority", 0) != 0 and self.scheduler.policy.name == "fcfs":
             raise RequestError(
                 f"priority is {options['priority']}, but this engine serves in order of arrival; use "

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RequestError
@@ -154,13 +155,15 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         wanted, others = set(request_ids), []
         num_aborted = self.engine.num_aborted
+        answer_widgets = comm_messages_between_steps()
         with (
             interrupts_between_steps() as check_interrupt,
             tqdm(total=len(wanted), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
         ):
             while len(outputs) < len(wanted):
                 check_interrupt()
-                for output in self.engine.step():
+                answer_widgets()
+                for output in self.engine.step(while_held=answer_widgets):
                     if output.request_id not in wanted:
                         others.append(output)
                     elif output.finished:

@@ -31,6 +31,7 @@ LAYERS = [
         "intake",
         "interrupts",
         "output_processor",
+        "parts",
         "recorder",
         "request_book",
         "step_loop",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -23,6 +24,9 @@ from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
 
 log = logging.getLogger(__name__)
+
+WORKER = "refimpl-step"
+"""How the threads that compute steps are named."""
 
 
 class LocalExecutor:
@@ -62,7 +66,7 @@ class LocalExecutor:
                 f"{checkpoint.name} needs {self.weight_bytes / GIB:.2f} GiB for its "
                 f"weights in {args.dtype} beside its KV cache, which {self.device} does not have: {error}"
             ) from error
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="refimpl-step") if asynchronous else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         self._closed = False
         self._process = os.getpid()
 
@@ -99,7 +103,10 @@ class LocalExecutor:
             return
         self._closed = True
         if self._thread is not None:
-            self._thread.shutdown(wait=True)
+            in_worker = threading.current_thread().name.startswith(WORKER)  # garbage is collected anywhere
+            self._thread.shutdown(wait=not in_worker)
+            if in_worker:
+                return  # a step may be running; when it ends, nobody refers to the tensors
         self.runner.kv_cache.release()
         self.runner.model.release()
         del self.runner
