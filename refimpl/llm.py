@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from types import TracebackType
 from typing import Any, TypedDict
@@ -150,15 +151,13 @@ class LLM:
 
     def _step_until_done(self, request_ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         """Step until these requests have ended. Outputs of others (``llm.engine.add_request``) are kept for their host."""
-        from tqdm.auto import tqdm
-
         outputs: dict[str, RequestOutput] = {}
         wanted, others = set(request_ids), []
         num_aborted = self.engine.num_aborted
         answer_widgets = comm_messages_between_steps()
         with (
             interrupts_between_steps() as check_interrupt,
-            tqdm(total=len(wanted), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+            _progress_bar(len(wanted)) if use_tqdm else nullcontext() as bar,
         ):
             while len(outputs) < len(wanted):
                 check_interrupt()
@@ -168,7 +167,8 @@ class LLM:
                         others.append(output)
                     elif output.finished:
                         outputs[output.request_id] = output
-                        bar.update()
+                        if bar is not None:
+                            bar.update()
                 if self.engine.num_aborted != num_aborted:
                     num_aborted = self.engine.num_aborted
                     for request_id in wanted - outputs.keys():
@@ -178,6 +178,13 @@ class LLM:
                             )
         self.engine.keep_for_next_step(others)
         return outputs
+
+
+def _progress_bar(total: int) -> Any:
+    """Made only to be shown: tqdm starts a thread with its first bar, shown or not."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="Processed prompts", unit="prompt")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

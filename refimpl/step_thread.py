@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from refimpl.engine import Engine
 from refimpl.errors import EngineFailedError, RefimplError, RequestError
@@ -209,6 +209,9 @@ class StepThread:
             raise _Closing
         self._serve()
         self._tell_aborted()
+        # A notebook's stop button is noticed when the kernel's event loop wakes up, which no token does now.
+        for loop in {mailbox.loop for mailbox in self._mailboxes.values()}:
+            _call_soon(loop, lambda: None)
 
     def _add(self, prepared: PreparedRequest, mailbox: Mailbox) -> None:
         try:
@@ -230,9 +233,7 @@ class StepThread:
                 del self._mailboxes[output.request_id]
             rung[mailbox.loop].append((output.request_id, mailbox))
         for loop, told in rung.items():
-            try:
-                loop.call_soon_threadsafe(_ring, [mailbox for _, mailbox in told])
-            except RuntimeError:  # that loop is closed, with readers that never said goodbye
+            if not _call_soon(loop, _ring, [mailbox for _, mailbox in told]):  # readers that never said goodbye
                 gone = [request_id for request_id, mailbox in told if self._mailboxes.pop(request_id, None) is mailbox]
                 self.engine.abort(gone)
 
@@ -258,10 +259,7 @@ class StepThread:
 
     def _fail(self, mailbox: Mailbox, error: Exception) -> None:
         mailbox.fail(error)
-        try:
-            mailbox.loop.call_soon_threadsafe(mailbox.ring)
-        except RuntimeError:  # its loop is closed: nobody waits there
-            log.debug("nobody is there to be told: %s", error)
+        _call_soon(mailbox.loop, mailbox.ring)
 
     def _end(self) -> None:
         """Close the engine, tell those who wait, and answer the commands that came too late."""
@@ -278,6 +276,15 @@ class StepThread:
                 late, self._commands = self._commands, deque()
             for command in late:
                 command()  # each learns from the engine that it is closed
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> bool:
+    """Have an event loop call a function; False if it is closed, so that nobody waits there."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _ring(mailboxes: list[Mailbox]) -> None:

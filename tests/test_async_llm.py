@@ -36,6 +36,10 @@ def idle(llm):
     return not llm.engine.has_unfinished_requests() and llm.engine.memory_report().usage.used_blocks == 0
 
 
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
 async def until(true):
     end = time.monotonic() + 30
     while not true():
@@ -94,7 +98,7 @@ def test_fifty_requests_at_once_are_those_of_llm_token_by_token(overlap):
             assert await llm.audit() == []
             return got
 
-    assert asyncio.run(main()) == expected
+    assert run(main()) == expected
 
 
 def test_await_gives_the_last_output_and_a_stream_gives_each(llm):
@@ -105,7 +109,7 @@ def test_await_gives_the_last_output_and_a_stream_gives_each(llm):
         assert [token async for o in stream for token in o.outputs[0].token_ids] == output.outputs[0].token_ids
         assert len((await llm.generate("Hello")).outputs[0].token_ids) <= 16
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_prompts_come_in_every_form_and_as_messages(llm):
@@ -118,7 +122,7 @@ def test_prompts_come_in_every_form_and_as_messages(llm):
             [expected] = other.chat([{"role": "user", "content": "Hi"}], short(), use_tqdm=False)
         assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_long_text_is_tokenised_outside_the_event_loop_and_refused_like_any_other(llm):
@@ -127,7 +131,7 @@ def test_a_long_text_is_tokenised_outside_the_event_loop_and_refused_like_any_ot
         with pytest.raises(PromptError, match="30"):
             await stream
 
-    asyncio.run(main())
+    run(main())
 
 
 # ---------------------------------------------------------------------- a slow reader
@@ -149,7 +153,7 @@ def test_a_slow_reader_gets_merged_outputs_that_are_still_the_whole(llm, kind):
             assert "".join(part.text for part in parts) == sample.text
             assert parts[-1].finish_reason == "length"
 
-    asyncio.run(main())
+    run(main())
 
 
 # ---------------------------------------------------------------------- leaving
@@ -173,7 +177,7 @@ def test_a_cancelled_task_ends_its_request_and_no_other(llm):
         assert len((await other)[0][1]) == 30
         assert idle(llm)
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "raise", "dropped"])
@@ -201,7 +205,7 @@ def test_leaving_a_stream_ends_its_request(llm, how):
         await until(lambda: idle(llm))
         assert llm.engine.audit() == []
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_request_that_nobody_waited_for_never_begins(llm):
@@ -225,7 +229,7 @@ def test_whoever_waits_for_an_aborted_request_is_told(llm, ask):
                 pass
         assert idle(llm)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_loop_that_ended_without_its_readers_leaves_no_request(llm):
@@ -233,7 +237,7 @@ def test_a_loop_that_ended_without_its_readers_leaves_no_request(llm):
     loop = asyncio.new_event_loop()
     loop.run_until_complete(anext(stream))
     loop.close()
-    asyncio.run(until(lambda: not llm.engine.is_unfinished("r")))
+    run(until(lambda: not llm.engine.is_unfinished("r")))
     assert "abort" in llm.engine.explain("r")
 
 
@@ -259,7 +263,7 @@ def test_a_bad_request_raises_at_once_and_alone(llm, arguments, error):
             llm.generate(*arguments)
         assert len((await other)[0][1]) == 30
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_what_only_the_engine_knows_is_raised_when_the_first_output_is_waited_for():
@@ -267,19 +271,23 @@ def test_what_only_the_engine_knows_is_raised_when_the_first_output_is_waited_fo
         options = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_num_queued_reqs": 1, "max_model_len": 64}
         async with AsyncLLM("tiny", **options) as llm:
             first = llm.generate("Hello", LONG, "same")
+            llm.engine.gate.allow(1)
             await anext(first)
-            llm.engine.gate.close()
             with pytest.raises(RequestError, match="'same' is in use"):
                 await llm.generate("Hello", short(), "same")
             with pytest.raises(PromptError):
                 await llm.generate([1] * 64, short())
+            second = asyncio.ensure_future(llm.generate("Hello", short(1)))
+            await asyncio.sleep(0)
             with pytest.raises(QueueFullError):
-                await llm.generate("Hello", short(n=3))
+                await llm.generate("Hello", short())
             assert llm.engine.is_unfinished("same")
             llm.engine.gate.open()
             assert (await anext(first)).request_id == "same"
+            await first.aclose()
+            assert (await second).finished
 
-    asyncio.run(main())
+    run(main())
 
 
 class FailsAtTheThirdChoice(FirstComeFirstServed):
@@ -307,7 +315,7 @@ def test_a_failing_engine_is_told_to_everybody_and_goes_on(caplog):
             assert (await llm.generate("Hello", short())).finished
             assert await llm.audit() == []
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_step_that_cannot_be_computed_ends_its_request_with_an_error(llm, monkeypatch, caplog):
@@ -322,7 +330,7 @@ def test_a_step_that_cannot_be_computed_ends_its_request_with_an_error(llm, monk
         assert "planted" in output.outputs[0].stop_reason
         assert (await llm.generate("Hello", short())).outputs[0].finish_reason == "length"
 
-    asyncio.run(main())
+    run(main())
 
 
 # ---------------------------------------------------------------------- closing
@@ -349,13 +357,13 @@ def test_who_waits_when_it_is_closed_is_told_and_what_comes_later_is_refused():
             await llm.audit()
         assert set(threading.enumerate()) == before
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_one_that_is_dropped_gives_its_threads_and_memory_back():
     before = set(threading.enumerate())
     llm = AsyncLLM("tiny", async_scheduling=True)
-    asyncio.run(_generate_once(llm))
+    run(_generate_once(llm))
     storage = llm.engine._executor.runner.kv_cache.layers[0].k.untyped_storage()
     del llm
     gc.collect()
@@ -368,12 +376,12 @@ async def _generate_once(llm):
 
 
 def test_a_stream_keeps_its_llm_alive():
-    output = asyncio.run(_generate_once(AsyncLLM("tiny")))
+    output = run(_generate_once(AsyncLLM("tiny")))
     assert output.finished
 
 
 def test_an_idle_one_takes_no_processor_time(llm):
-    asyncio.run(_generate_once(llm))
+    run(_generate_once(llm))
     clock = time.pthread_getcpuclockid(llm._thread._thread.ident)
     time.sleep(0.02)  # whatever was left to do
     before = time.clock_gettime(clock)
@@ -402,7 +410,7 @@ def test_a_held_engine_still_takes_commands_and_steps_by_hand(llm):
         llm.engine.gate.open()
         assert (await llm.generate("Hello", short())).finished
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_held_engine_can_be_closed():
@@ -414,7 +422,7 @@ def test_a_held_engine_can_be_closed():
         with pytest.raises(RefimplError, match="closed"):
             await waiting
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_branch_is_a_stream_of_its_own(llm):
@@ -432,7 +440,7 @@ def test_a_branch_is_a_stream_of_its_own(llm):
             await llm.fork("parent")
         assert await llm.audit() == []
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_reports_come_between_steps_and_widgets_follow(llm):
@@ -448,22 +456,22 @@ def test_reports_come_between_steps_and_widgets_follow(llm):
         player.catch_up()
         assert len(player.history) > 0
 
-    asyncio.run(main())
+    run(main())
 
 
 # ---------------------------------------------------------------------- many
 
 
 def test_event_loops_in_several_threads_share_one_engine(llm):
-    got, expected = {}, asyncio.run(whole(llm, "Hello", short(12)))
+    got, expected = {}, run(whole(llm, "Hello", short(12)))
 
-    def run(number):
+    def in_thread(number):
         async def main():
             return await asyncio.gather(*(whole(llm, "Hello", short(12)) for _ in range(5)))
 
-        got[number] = asyncio.run(main())
+        got[number] = run(main())
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=in_thread, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -512,7 +520,7 @@ def test_random_leaving_forking_and_aborting_leaves_nothing_behind(overlap):
             assert (await llm.memory_report()).usage.used_blocks == 0
             assert llm._thread._mailboxes == {}
 
-    asyncio.run(main())
+    run(main())
 
 
 # ---------------------------------------------------------------------- the watchdog
