@@ -113,6 +113,8 @@ class LocalExecutor:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            memory.give_back_to_the_system()
 
     def _available_bytes(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
         """Bytes that the KV cache may take. On a GPU, the largest step is run once to see what it needs beside."""
