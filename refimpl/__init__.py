@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.async_llm import AsyncLLM
     from refimpl.config import EngineArgs
     from refimpl.engine import Engine
     from refimpl.events import EventLog
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from refimpl.sampling_params import SamplingParams
 
 _HOMES = {
+    "AsyncLLM": "refimpl.async_llm",
     "CompletionOutput": "refimpl.outputs",
     "Engine": "refimpl.engine",
     "EngineArgs": "refimpl.config",
@@ -36,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Engine",
     "EngineArgs",

@@ -36,17 +36,20 @@ LAYERS = [
     # The engine and its own helpers.
     {
         "engine",
-        "step_loop",
-        "intake",
-        "sampling_intake",
-        "recorder",
+        "engine_lock",
         "explain",
-        "output_processor",
-        "logprob_output",
-        "interrupts",
         "gate",
+        "intake",
+        "interrupts",
+        "logprob_output",
+        "output_processor",
+        "parts",
+        "recorder",
+        "request_book",
+        "sampling_intake",
+        "step_loop",
     },
-    {"llm", "async_llm"},
+    {"llm", "async_llm", "step_thread", "watchdog", "comm_messages"},
     {"server", "bench", "cli", "cli_options", "claims", "lab"},
 ]
 """Imports go from a later layer to an earlier one, or within one."""
