@@ -10,9 +10,10 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from refimpl.errors import ConfigError, UnknownOptionError
+from refimpl.rope_config import RopeConfig as RopeConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 GIB = 1024**3
@@ -24,22 +25,6 @@ ONE_OF = {
     "scheduler": ("continuous", "static"),
 }
 """Options that are one of a few names."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding (Su et al. 2021, RoFormer): the base frequency and how it is stretched for long contexts."""
-
-    theta: float = 10_000.0
-    kind: Literal["default", "llama3"] = "default"
-    factor: float = 1.0
-    """llama3: how much the low frequencies are slowed."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    """llama3: the context that the model was first trained on, in tokens."""
-    frequency_divisors: tuple[float, ...] = ()
-    """GGUF files store the outcome of llama3 scaling instead: what each of the ``D / 2`` frequencies is divided by."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +55,14 @@ class ModelConfig:
         layer = q_and_o + k_and_v + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_hidden_layers * layer + embeddings + self.hidden_size
+
+    def context_limit(self, asked: int | None = None) -> int:
+        """Most tokens of a context, the stretch of its rotary embedding counted (:meth:`RopeConfig.context_limit`)."""
+        return self.rope.context_limit(self.max_position_embeddings, asked)
+
+    def for_context(self, length: int) -> ModelConfig:
+        """The model as it is built for contexts of at most ``length`` tokens."""
+        return dataclasses.replace(self, rope=self.rope.for_context(length))
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that the keys and values of one token take over all layers (Llama-3-70B in 16 bits: 327,680)."""

@@ -16,7 +16,7 @@ MAX_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 LAYERS = [
-    {"errors", "shapes", "config", "sampling_params", "request", "outputs", "events", "memory_report"},
+    {"errors", "shapes", "rope_config", "config", "sampling_params", "request", "outputs", "events", "memory_report"},
     {"cache", "scheduler", "tokenizer", "kernels"},
     {"attention", "quantization", "layers"},
     {"models", "loading"},
