@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | pull | lab | bench``.
+"""The command line: ``refimpl generate | chat | pull | lab | doctor | bench``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from refimpl.bench.commands import bench
+from refimpl.chat_command import chat as chat_command
 from refimpl.cli_options import with_engine_options
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command("chat")(chat_command)
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -25,7 +25,7 @@ LAYERS = [
     # The engine and its own helpers.
     {"engine", "step_loop", "intake", "recorder", "explain", "output_processor", "interrupts", "gate"},
     {"llm", "async_llm"},
-    {"server", "bench", "cli", "cli_options", "claims", "lab"},
+    {"server", "bench", "cli", "cli_options", "chat", "chat_command", "doctor", "claims", "lab"},
 ]
 """Imports go from a later layer to an earlier one, or within one."""
 
