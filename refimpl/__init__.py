@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from refimpl.engine import Engine
     from refimpl.events import EventLog
     from refimpl.llm import LLM
+    from refimpl.loading.in_memory import TransformersCheckpoint
     from refimpl.memory_report import MemoryReport
     from refimpl.models.tiny import tiny
     from refimpl.outputs import CompletionOutput, RequestOutput
@@ -29,6 +30,7 @@ _HOMES = {
     "MemoryReport": "refimpl.memory_report",
     "RequestOutput": "refimpl.outputs",
     "SamplingParams": "refimpl.sampling_params",
+    "TransformersCheckpoint": "refimpl.loading.in_memory",
     "tiny": "refimpl.models.tiny",
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "MemoryReport",
     "RequestOutput",
     "SamplingParams",
+    "TransformersCheckpoint",
     "tiny",
 ]
 

@@ -20,11 +20,11 @@ GIB = 1024**3
 ONE_OF = {
     "dtype": DTYPES,
     "load_format": ("auto", "dummy"),
-    "attention_backend": ("auto", "torch"),
     "kv_cache_manager": ("paged", "contiguous"),
     "scheduler": ("continuous", "static"),
 }
 """Options that are one of a few names."""
+ATTENTION_BACKENDS = ("auto", "torch")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = _option(None, "Bytes for the KV cache, instead of a share of the memory.")
     gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
     cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
-    attention_backend: str = _option("auto", "auto or torch.")
+    attention_backend: Any = _option("auto", "auto or torch; in Python also an AttentionBackend object.")
     async_scheduling: bool | None = _option(None, "Plan a step while the last one computes; default: on a GPU only.")
     event_log_size: int = _option(10_000, "Steps that the event log keeps; 0 records nothing.")
 
@@ -181,6 +181,7 @@ class EngineArgs:
         for name, allowed in ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        self._check_backend()
         self._check_baselines()
         share, space = self.gpu_memory_utilization, self.cpu_kvcache_space
         if not _is_finite(share) or not 0 < share <= 1:
@@ -191,6 +192,15 @@ class EngineArgs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, under max_num_seqs = {self.max_num_seqs}: "
                 "a step of decodes would not fit the budget; raise the first or lower the second"
+            )
+
+    def _check_backend(self) -> None:
+        backend = self.attention_backend
+        is_backend = callable(getattr(backend, "begin_step", None)) and isinstance(getattr(backend, "name", None), str)
+        if backend not in ATTENTION_BACKENDS if isinstance(backend, str) else isinstance(backend, type) or not is_backend:
+            raise ConfigError(
+                f"attention_backend is {backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}, or an object (not a "
+                "class) with a name and begin_step(metadata), as refimpl.attention.AttentionBackend"
             )
 
     def _check_baselines(self) -> None:

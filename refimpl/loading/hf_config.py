@@ -24,14 +24,24 @@ def read_config(folder: Path) -> ModelConfig:
     """
     raw = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    return parse_config(raw, generation, str(folder / "config.json"))
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any], where: str) -> ModelConfig:
+    """The configuration from the contents of config.json and generation_config.json; ``where`` names them in messages.
+
+    Raises:
+        CheckpointError: a number is missing, of the wrong kind, or does not fit the others.
+        UnsupportedModelError: it asks for what refimpl does not implement.
+
+    """
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "model of no named architecture"
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{folder} holds a {architecture} (model_type {raw.get('model_type')!r}); "
-            f"refimpl runs {', '.join(ARCHITECTURES)}"
+            f"{where} holds a {architecture} (model_type {raw.get('model_type')!r}); refimpl runs {', '.join(ARCHITECTURES)}"
         )
-    _refuse_unsupported(raw, folder)
+    _refuse_unsupported(raw, where)
     try:
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
         config = ModelConfig(
@@ -45,20 +55,20 @@ def read_config(folder: Path) -> ModelConfig:
             head_dim=int(raw.get("head_dim") or hidden // heads),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope=read_rope(raw, str(folder / "config.json")),
+            rope=read_rope(raw, where),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             eos_token_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
             bos_token_id=(_ids(raw.get("bos_token_id")) or (None,))[0],
         )
     except KeyError as error:
-        raise CheckpointError(f"{folder / 'config.json'} lacks {error}; download it again") from error
+        raise CheckpointError(f"{where} lacks {error}; download it again") from error
     except (UnsupportedModelError, CheckpointError):
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{folder / 'config.json'} has a value of the wrong kind ({error}); correct it, or download it again"
+            f"{where} has a value of the wrong kind ({error}); correct it, or download it again"
         ) from error
-    check_sizes(config, str(folder / "config.json"))
+    check_sizes(config, where)
     return config
 
 
@@ -137,17 +147,17 @@ def write_config(config: ModelConfig, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(common, indent=2) + "\n")
 
 
-def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
-            raise UnsupportedModelError(f"{folder} has {key}; refimpl's Llama has no biases")
+            raise UnsupportedModelError(f"{where} has {key}; refimpl's Llama has no biases")
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
-        raise UnsupportedModelError(f"{folder} uses the activation {activation!r}; refimpl's Llama has silu")
+        raise UnsupportedModelError(f"{where} uses the activation {activation!r}; refimpl's Llama has silu")
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(f"{folder} is quantised ({method}); use its 16-bit safetensors or a GGUF file")
+        raise UnsupportedModelError(f"{where} is quantised ({method}); use its 16-bit safetensors or a GGUF file")
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
