@@ -17,6 +17,7 @@ from refimpl.bench.commands import bench
 from refimpl.chat_command import chat as chat_command
 from refimpl.cli_options import with_engine_options
 from refimpl.config import EngineArgs
+from refimpl.doctor.command import doctor
 from refimpl.errors import RefimplError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command("chat")(chat_command)
+app.command("doctor")(doctor)
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

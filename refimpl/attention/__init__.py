@@ -6,7 +6,21 @@ from refimpl.attention.backend import AttentionBackend, AttentionMetadata, Atten
 from refimpl.attention.checked import CheckedBackend
 from refimpl.attention.torch_paged import TorchPagedAttention
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionStep", "TorchPagedAttention", "choose_backend"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionStep",
+    "TorchPagedAttention",
+    "backend_choice",
+    "choose_backend",
+]
+
+
+def backend_choice(backend: Any) -> tuple[str, str]:
+    """The name of the backend that ``attention_backend`` comes to, and why."""
+    if not isinstance(backend, str):
+        return backend.name, "an object of your own"
+    return TorchPagedAttention.name, "runs on every device; there is no other yet" if backend == "auto" else "as asked for"
 
 
 def choose_backend(backend: Any, head_dim: int) -> AttentionBackend:
