@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from refimpl.engine import Engine
     from refimpl.events import EventLog
     from refimpl.llm import LLM
+    from refimpl.loading.in_memory import TransformersCheckpoint
     from refimpl.logprobs import Logprob
     from refimpl.memory_report import MemoryReport
     from refimpl.models.tiny import tiny
@@ -33,6 +34,7 @@ _HOMES = {
     "MemoryReport": "refimpl.memory_report",
     "RequestOutput": "refimpl.outputs",
     "SamplingParams": "refimpl.sampling_params",
+    "TransformersCheckpoint": "refimpl.loading.in_memory",
     "tiny": "refimpl.models.tiny",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "MemoryReport",
     "RequestOutput",
     "SamplingParams",
+    "TransformersCheckpoint",
     "tiny",
 ]
 

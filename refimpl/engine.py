@@ -59,7 +59,7 @@ class Engine:
         check_parts(args)
         checkpoint = open_checkpoint(args.model)
         self.model_config = checkpoint.config
-        model_limit = self.model_config.max_position_embeddings
+        model_limit = self.model_config.context_limit(args.max_model_len)
         on_gpu = resolve_device(args.device).type == "cuda"
         # The naive way needs each token's id on the host before it can plan: no overlap.
         wanted = args.async_scheduling if args.async_scheduling is not None else on_gpu

@@ -51,7 +51,7 @@ class LocalExecutor:
         self.logits_hooks: LogitsHooks | None = {}
         self._check_room_for_weights(checkpoint)
         try:
-            model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed)
+            model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
             max_num_seqs, max_num_batched_tokens = args.step_limits()
             backend = choose_backend(args.attention_backend, checkpoint.config.head_dim)
             available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
@@ -136,7 +136,7 @@ class LocalExecutor:
             args.block_size,
             self.dtype.itemsize,
             max_num_seqs,
-            args.max_model_len or model.config.max_position_embeddings,
+            args.max_model_len or model.config.context_limit(),
         )
         if self.device.type == "cpu":
             available = memory.cpu_cache_bytes(cache, free_host_memory())
