@@ -6,7 +6,7 @@ overview above it, a small grid in which events are never averaged away.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +14,10 @@ from refimpl.visualizers import batch_timeline_svg
 from refimpl.visualizers.figure import Caption, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette
-from refimpl.visualizers.timeline_books import CAUSES, MEMORY, Column, Hold, cause_of
-from refimpl.visualizers.timeline_rows import PAGE, Timeline, timeline_of
+from refimpl.visualizers.timeline_books import CAUSES, MEMORY, PAGE, Column, Hold, cause_of
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import GONE, QUEUE, QUEUED, STATES, SWAPPED, Row
+from refimpl.visualizers.timelines import timeline_of
 
 SHOWN = 240
 """Most columns of a window: four pixels each at full width."""
@@ -98,10 +99,8 @@ def chosen_rows(timeline: Timeline, first: int, last: int, position: int) -> lis
 
     First who holds a slot there, then who was preempted, then the queue from its head. O(rows chosen from), not O(rows).
     """
-    start, end = bisect_left(timeline.event_columns, first), bisect_left(timeline.event_columns, last)
-    middle = min(max(bisect_right(timeline.event_columns, position), start), end)
-    near = slice(max(start, middle - 4 * MOST_ROWS), min(end, middle + 4 * MOST_ROWS))
-    indices = {*timeline.event_rows[near], *timeline.around(first), *timeline.around(position)}
+    near = timeline.presence.nearest(first, last, position, 4 * MOST_ROWS)
+    indices = {*near, *timeline.around(first), *timeline.around(position)}
     found = [timeline.rows[index] for index in sorted(indices)]
     found = [row for row in found if row.arrived < last and (row.gone is None or row.gone > first or row.arrived >= first)]
     if len(found) > MOST_ROWS:

@@ -8,8 +8,9 @@ from refimpl.visualizers.figure import WIDTH, Caption, Picture, count, document,
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette, hue, mix
 from refimpl.visualizers.timeline_marks import PALE, hatching, triangle
-from refimpl.visualizers.timeline_rows import Timeline, timeline_of
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import STATES, Row
+from refimpl.visualizers.timelines import timeline_of
 from refimpl.visualizers.words import percent
 
 MOST_ROWS = 160

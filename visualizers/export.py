@@ -15,8 +15,9 @@ from refimpl.errors import RefimplError
 from refimpl.events import EventLog, StepRecord
 from refimpl.visualizers.history import History
 from refimpl.visualizers.source import log_of
-from refimpl.visualizers.timeline_rows import Column, Timeline, timeline_of
+from refimpl.visualizers.timeline_rows import Column, Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
+from refimpl.visualizers.timelines import timeline_of
 
 SLICES = {
     WAITING: "waiting",

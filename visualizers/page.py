@@ -81,23 +81,20 @@ def export_html(source: Any, path: str | Path, figures: Sequence[Figure] = ALL) 
 def _record(player: Player, figures: Sequence[Figure]) -> dict[str, Any]:
     """Every frame, as what changed since the one before."""
     history = player.history
-    first = max(0, len(history) - MOST_STEPS)
-    viewer = _Viewer(player, first)
-    sender, before = Sender(figures), {figure.name: dict[str, str]() for figure in figures}
-    frames = []
+    first = max(history.first, len(history) - MOST_STEPS)
+    viewer, sender, frames = _Viewer(player, first), Sender(figures), []
     for position in range(first, len(history)):
         viewer.position = position
         message, buffers = sender.frame(viewer, whole=position == first)  # type: ignore[arg-type]
-        changes = {}
-        for name, picture in message["pictures"].items():
-            texts = {key: json.dumps(value) for key, value in picture.items()}
-            changed = {key for key, text in texts.items() if before[name].get(key) != text or key in ("cells", "buffer")}
-            before[name] = texts
-            changes[name] = {key: picture[key] for key in changed}
-        place = message["transport"] | {"position": position - first, "count": len(history) - first}
-        frames.append({"transport": place, "changes": changes, "buffers": [base64.b64encode(b).decode() for b in buffers]})
-    title = heading(history.config) + (f"; the last {MOST_STEPS:,} steps of {len(history):,}" if first else "")
-    found = [[position - first, kind] for position, kind in marks(history.records[first:], first)]
+        frames.append(
+            {
+                "transport": message["transport"] | {"first": first},
+                "changes": message["pictures"],
+                "buffers": [base64.b64encode(buffer).decode() for buffer in buffers],
+            }
+        )
+    title = heading(history.config) + (f"; the last {len(history) - first:,} steps of {len(history):,}" if first else "")
+    found = marks(history.records[first:], first)
     return {"shown": [[f.name, f.title, f.question] for f in figures], "heading": title, "frames": frames, "marks": found}
 
 

@@ -510,7 +510,7 @@ def test_a_view_is_made_of_an_llm_an_engine_a_log_or_a_path(tmp_path):
             for path in (tmp_path / name, str(tmp_path / name)):
                 loaded = player_for(path)
                 assert loaded.engine is None
-                assert loaded.history.records == list(engine.events.records)
+                assert list(loaded.history.records) == list(engine.events.records)
 
 
 @pytest.mark.parametrize("nonsense", [None, 3, [], object(), {"engine": 1}])
