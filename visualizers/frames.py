@@ -55,6 +55,7 @@ def transport(player: Player) -> dict[str, Any]:
     return {
         "position": player.position,
         "first": history.first,
+        "gone": history.first,
         "count": len(history),
         "step": record.step if record else None,
         "clock": record.updated_at if record else 0.0,
