@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from refimpl.visualizers.blocks import NULL_BLOCK
-from refimpl.visualizers.figure import WIDTH, Caption, Picture, count, document, plain, rect, text
+from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette, hue, mix, on
 from refimpl.visualizers.state import SequenceState, State
@@ -35,7 +35,7 @@ class BlockMap:
     title = "BlockMap"
     question = "Which sequence owns this block?"
 
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Cells as packed bytes (:data:`CELL`), and the sequences that own them."""
         state = history.state_at(position)
         owners = [sequence for sequence in state.alive() if sequence.table]

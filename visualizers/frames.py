@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from refimpl.events import StepRecord
-from refimpl.visualizers.figure import Figure, Picture, count
+from refimpl.visualizers.figure import WIDTH, Figure, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.player import Player
 
@@ -79,6 +79,8 @@ class Sender:
     """
 
     def __init__(self, figures: Sequence[Figure]) -> None:
+        self.width = WIDTH
+        """Pixels of the view."""
         self._figures = figures
         self._history: History | None = None
         self._num_marked = 0
@@ -96,10 +98,11 @@ class Sender:
         if whole:
             self._history, self._num_marked = history, history.first
             self._sent.clear()
+        look = Look(self.width, player.pinned)
         pictures: dict[str, Picture] = {}
         buffers: list[bytes] = []
         for figure in self._figures:
-            picture = figure.picture(history, position)
+            picture = figure.picture(history, position, look)
             before = self._sent.get(figure.name, {})
             changes = {key: value for key, value in picture.items() if key not in before or before[key] != value}
             if isinstance(changes.get("cells"), bytes):

@@ -11,7 +11,7 @@ import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from refimpl.visualizers.figure import WIDTH, Caption, Picture, count, document, plain, rect, text
+from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
 from refimpl.visualizers.latency_fold import BARS_PER_DECADE, SHORTEST, LatencyFold, Pause, RequestLatency
 from refimpl.visualizers.palette import Palette, hue
@@ -48,7 +48,7 @@ class LatencyView:
         fold.forget(history.first)
         return fold
 
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Two distributions up to the record at ``position``; their axes hold the whole log, so that they stand still.
 
         ``first.dots`` are [seconds, seconds in the queue, hue, letter, request, prompt tokens, position], none above

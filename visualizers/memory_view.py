@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from refimpl.visualizers.figure import Caption, Picture, count
+from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.memory_view_svg import draw
 from refimpl.visualizers.palette import Palette
@@ -25,7 +25,7 @@ class MemoryView:
     title = "MemoryView"
     question = "Where did the memory go, and how much of it holds tokens?"
 
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""
         state = history.state_at(position)
         sequences = [sequence for sequence in state.alive() if sequence.table]

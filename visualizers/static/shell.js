@@ -129,7 +129,8 @@ function render({ model, el }) {
     if (!last || !root.isConnected) return;
     if (!ui.palette.bg) applyTheme();  // the styles were not there yet when the view was made
     width ??= root.clientWidth;
-    ui.width = Math.max(320, Math.min(1216, width - 24));
+    const room = Math.max(320, Math.min(1216, width - 24));
+    if (room !== ui.width) act({ type: "width", width: (ui.width = room) });
     if (ui.pinned !== last.transport.pinned) { ui.pinned = last.transport.pinned; Object.keys(mounted).forEach((name) => stale.add(name)); }
     if (transport) transport.draw(last.transport, ui.palette);
     if (width === 0) return;
