@@ -192,7 +192,11 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something left to do."""
-        return self.scheduler.has_unfinished or self._loop.busy or bool(self._kept)
+        return self.can_step() or bool(self._kept)
+
+    def can_step(self) -> bool:
+        """Whether a step would compute something. Outputs that only wait to be returned do not count."""
+        return self.scheduler.has_unfinished or self._loop.busy
 
     def _retire(self, request: Request) -> None:
         self._processor.forget(request)
@@ -253,7 +257,7 @@ class Engine:
             return
         with self._lock:
             self.check_open()
-            if not (self.scheduler.has_unfinished or self._loop.busy):
+            if not self.can_step():
                 raise RefimplError("no request waits or runs; add one with engine.add_request, or call generate")
             self._loop.step()
             self._kept = self._hand_out()
