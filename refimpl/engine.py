@@ -7,16 +7,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from refimpl.cache import PrefixCacheStats, Violation, audit, make_kv_cache_manager
 from refimpl.cache.choose import check_parts
+from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError, RequestError
 from refimpl.executor.device import resolve_device
-from refimpl.executor.executor import Executor
+from refimpl.executor.executor import Executor, kv_cache_of
 from refimpl.executor.local import LocalExecutor
 from refimpl.explain import explain
 from refimpl.gate import Gate
@@ -28,7 +29,7 @@ from refimpl.memory_report import MemoryReport
 from refimpl.output_processor import OutputProcessor
 from refimpl.outputs import RequestOutput
 from refimpl.recorder import Recorder
-from refimpl.request import Request, Sequence
+from refimpl.request import Request
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler import StepUpdate
 from refimpl.scheduler.choose import make_scheduler
@@ -181,7 +182,9 @@ class Engine:
             self._check_open()
             self._check_id_is_free(new_id)
             self._loop.drain()
-            parent = self._sample(request_id, index)
+            if request_id not in self._requests:
+                raise RequestError(f"no unfinished request {request_id!r} to fork", request_id=request_id)
+            parent = self._requests[request_id].unfinished_sample(index)
             params = sampling_params or msgspec.structs.replace(parent.request.params, n=1)
             if params.n != 1:
                 raise RequestError(f"n is {params.n}; a fork is one sample, fork again for more", request_id=new_id)
@@ -200,17 +203,6 @@ class Engine:
             self.scheduler.fork(parent, request)
             parent.num_forks += 1
             self._accept(request)
-
-    def _sample(self, request_id: str, index: int) -> Sequence:
-        request = self._requests.get(request_id)
-        if request is None:
-            raise RequestError(f"no unfinished request {request_id!r} to fork", request_id=request_id)
-        if not 0 <= index < len(request.sequences) or request.sequences[index].finished:
-            raise RequestError(
-                f"request {request_id!r} has no unfinished sample {index}; it began with {len(request.sequences)}",
-                request_id=request_id,
-            )
-        return request.sequences[index]
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether more may come of a request."""
@@ -320,13 +312,19 @@ class Engine:
         """Weights and KV cache in bytes: used, wasted, cached, free, and the same sequences in a contiguous cache."""
         with self._lock:
             self._check_open()
-            return MemoryReport(
-                device=self._executor.device_name,
-                weight_bytes=self._executor.weight_bytes,
-                block_bytes=self._executor.block_bytes,
-                max_model_len=self.scheduler.config.max_model_len,
-                usage=self.scheduler.usage(),
-            )
+            return MemoryReport.of(self._executor, self.scheduler.config.max_model_len, self.scheduler.usage())
+
+    def read_blocks(self, layer: int, block_ids: Iterable[int]) -> LayerKV:
+        """Copies of the keys and values that some blocks hold in a layer, to look at; block ids are those of block tables.
+
+        Raises:
+            RefimplError: there is no such layer or block, or this engine computes without a model.
+
+        """
+        with self._lock:
+            self._check_open()
+            self._loop.drain()
+            return kv_cache_of(self._executor).read(layer, block_ids)
 
     def audit(self) -> list[Violation]:
         """Check the cache's books from the outside; empty when all is right."""

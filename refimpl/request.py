@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from refimpl.errors import RequestError
 from refimpl.outputs import Decision, RequestMetrics
 from refimpl.sampling_params import SamplingParams
 
@@ -122,3 +123,17 @@ class Request:
     def finished(self) -> bool:
         """Whether all samples have ended."""
         return all(sequence.finished for sequence in self.sequences)
+
+    def unfinished_sample(self, index: int) -> Sequence:
+        """One of its samples.
+
+        Raises:
+            RequestError: there is no such sample, or it has ended.
+
+        """
+        if not 0 <= index < len(self.sequences) or self.sequences[index].finished:
+            raise RequestError(
+                f"request {self.request_id!r} has no unfinished sample {index}; it began with {len(self.sequences)}",
+                request_id=self.request_id,
+            )
+        return self.sequences[index]
