@@ -497,13 +497,15 @@ def test_what_blocks_hold_can_be_read_and_is_a_copy():
     assert torch.equal(read.k[:2], inside.k[list(table[:2])])
     assert torch.equal(read.v[:2], inside.v[list(table[:2])])
     assert not torch.equal(read.k[0], read.k[1])
+    whole = engine.read_blocks(1, range(65)).k.flatten(0, 1)
+    assert torch.equal(whole[4 * table[1] + 3], read.k[1, 3])
     read.k.zero_()
     assert inside.k[table[0]].abs().sum() > 0
     for layer, block_ids, says in [
         (2, [1], "layer 2 does not exist; the model has layers 0 to 1"),
         (-1, [1], "layer -1 does not exist"),
         (0, [1, 65], "block 65 does not exist; the cache has blocks 1 to 64"),
-        (0, [0], "block 0 does not exist"),
+        (0, [-1], "block -1 does not exist"),
     ]:
         with pytest.raises(RefimplError, match=says):
             engine.read_blocks(layer, block_ids)

@@ -47,7 +47,7 @@ class KVCache:
                 cache[targets] = cache[sources]
 
     def read(self, layer: int, block_ids: Iterable[int]) -> LayerKV:
-        """Copies of what some blocks hold in a layer.
+        """Copies of what some blocks hold in a layer; all of them from 0 on are the whole cache, slot by slot.
 
         Raises:
             RefimplError: there is no such layer or block.
@@ -56,8 +56,10 @@ class KVCache:
         wanted = list(block_ids)
         if layer not in range(len(self.layers)):
             raise RefimplError(f"layer {layer} does not exist; the model has layers 0 to {len(self.layers) - 1}")
-        if wrong := [block for block in wanted if block not in range(1, self.num_blocks + 1)]:
-            raise RefimplError(f"block {wrong[0]} does not exist; the cache has blocks 1 to {self.num_blocks}")
+        if wrong := [block for block in wanted if block not in range(self.num_blocks + 1)]:
+            raise RefimplError(
+                f"block {wrong[0]} does not exist; the cache has blocks 1 to {self.num_blocks}, and 0 for nobody"
+            )
         return LayerKV(self.layers[layer].k[wanted], self.layers[layer].v[wanted])
 
     def release(self) -> None:

@@ -24,7 +24,7 @@ PATIENCE = 120_000
 """Milliseconds: for a busy machine. Nothing here waits that long when all is well."""
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync"
-IGNORED = ("favicon.ico", ".map")
+IGNORED = ("favicon.ico", ".map", "colab-badge.svg")
 """Ends of addresses whose absence is nobody's fault; any other console error fails the test."""
 SERVER = {
     "IdentityProvider": {"token": ""},
@@ -142,6 +142,14 @@ class Notebook:
         """Wait until the page speaks to a kernel that has nothing to do."""
         self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']")
         self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for()
+
+    def add_cell(self):
+        """An empty code cell at the end."""
+        count = self.cells.count()
+        self.page.locator(".jp-Notebook .jp-Cell").last.click()
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("b")
+        self.cells.nth(count).wait_for()
 
     def save(self):
         self.page.keyboard.press("Control+s")

@@ -282,6 +282,37 @@ def test_a_reload_in_mid_run_brings_the_picture_back_and_it_goes_on(notebook, fo
     widget.at(22)
 
 
+def test_where_motion_is_reduced_a_log_is_played_at_two_steps_a_second(notebook):
+    notebook.page.emulate_media(reduced_motion="reduce")
+    widget = notebook.show(engine(60) + "add(3)\nsteps(20)\nDashboard(llm)")
+    speed = widget.root.locator("button[aria-label=Speed]")
+    assert speed.inner_text() == "8 steps/s"
+    widget.click("Play")
+    widget.root.locator("button", has_text="2 steps/s").wait_for()
+    widget.click("Pause")
+    widget.click("Speed")
+    widget.click("Step back")
+    widget.root.locator("button[aria-label=Play]").wait_for()
+    assert speed.inner_text() == "2 steps/s"
+    notebook.page.emulate_media(reduced_motion="no-preference")
+
+
+def test_captions_are_the_pictures_text_and_tab_goes_from_the_transport_through_the_figures(notebook):
+    widget = notebook.show(engine(60) + "add(3)\nsteps(20)\nDashboard(llm)")
+    for figure in widget.root.locator("figure").all():
+        caption = figure.locator("figcaption").inner_text()
+        pictures = figure.locator("[role=img], [role=group]").all()
+        assert pictures, caption
+        assert caption in [picture.get_attribute("aria-label") for picture in pictures]
+    assert widget.root.locator("canvas:not([role=img]):not([aria-hidden=true])").count() == 0
+    reached = widget.root.evaluate(
+        "root => [...root.querySelectorAll('button:not([hidden]), input, [tabindex='0']')].map((el) => el.tagName)"
+    )
+    assert reached[:2] == ["BUTTON", "BUTTON"]
+    assert reached.index("INPUT") < reached.index("CANVAS")
+    assert "BUTTON" not in reached[reached.index("CANVAS") :]
+
+
 def test_two_dashboards_of_one_engine_and_one_shown_twice_show_the_same_step(notebook):
     first = notebook.show(engine(60) + "add(3)\nsteps(20)\nview = Dashboard(llm)\nview")
     second = notebook.show("Dashboard(llm)")

@@ -4,6 +4,7 @@
 // onCard(callback) }. It draws what it is sent, and decides nothing.
 
 const SPEEDS = [2, 8, 20, 60];
+const END = 8;  // half a thumb: what the scrubber leaves free at either end, as a native range does
 
 const ICONS = {
   back: "M2 2h2v10H2zM12 2v10L5 7z", forward: "M10 2h2v10h-2zM2 2v10l7-5z", play: "M3 1.5v11l9-5.5z", pause: "M3 2h3v10H3zM8 2h3v10H8z",
@@ -49,9 +50,9 @@ function mountTransport(root, act, toggleTheme) {
   scrubber.oninput = () => act({ type: "seek", position: Number(scrubber.value) });
 
   function drawTicks(P) {
-    const width = scrub.clientWidth, c = context(ticks, width, 34), X = (k) => (state.count > 1 ? (k / (state.count - 1)) * width : 0);
-    c.fillStyle = P.rule; c.fillRect(0, 16, width, 3);
-    c.fillStyle = P.ink; c.fillRect(0, 16, X(Math.max(0, state.position)), 3);
+    const width = scrub.clientWidth, c = context(ticks, width, 34), X = (k) => END + (state.count > 1 ? (k / (state.count - 1)) * (width - 2 * END) : 0);
+    c.fillStyle = P.rule; c.fillRect(END, 16, width - 2 * END, 3);
+    c.fillStyle = P.ink; c.fillRect(END, 16, X(Math.max(0, state.position)) - END, 3);
     for (const [position, kind] of marks) {
       const x = X(position);
       if (kind === "arrival") { c.fillStyle = P.ink3; c.fillRect(x, 23, 1, 6); }
@@ -88,9 +89,14 @@ function render({ model, el }) {
   const root = h("div", { class: "refimpl", tabindex: "-1" });
   el.append(root);
   let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false;
-  const act = (message) => model.send(message);
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  function act(message) {
+    if (calm && message.type === "speed") message = { type: "speed", speed: SPEEDS[0] };
+    if (calm && message.type === "play" && last && last.transport.speed > SPEEDS[0]) model.send({ type: "speed", speed: SPEEDS[0] });
+    model.send(message);
+  }
   const ui = {
-    palette: {}, width: 1216, pinned: null, theme, reducedMotion: matchMedia("(prefers-reduced-motion: reduce)").matches,
+    palette: {}, width: 1216, pinned: null, theme, reducedMotion: calm,
     send: act, pin: (request) => act({ type: "pin", request }), seek: (position) => act({ type: "seek", position }),
     redraw: () => schedule(), cardListeners: [], onCard(callback) { this.cardListeners.push(callback); },
   };
