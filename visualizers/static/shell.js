@@ -21,6 +21,12 @@ function pageTheme() {
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
 
+/** A reason as HTML: who and what in bold, up to the first pause; the numbers behind it plain. */
+function reason([who, what]) {
+  const end = who ? what.search(/[,:;](?= )|$/) : 0;
+  return (who ? `<b>${escapeHtml(`${who} ${what.slice(0, end)}`)}</b>` : "") + escapeHtml(what.slice(end));
+}
+
 /** The transport bar; `act(message)` sends to Python. Returns update(transport, marks). */
 function mountTransport(root, act, toggleTheme) {
   const button = (label, title, content, message, extra = "") => {
@@ -43,7 +49,7 @@ function mountTransport(root, act, toggleTheme) {
       button("Step back", "Step back (←)", icon("back"), { type: "step", delta: -1 }), play,
       button("Step forward", "Step forward; at the end, let the engine take a step (→)", icon("forward"), { type: "step", delta: 1 }),
       now, scrub, live, hold, speed,
-      button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> next <kbd>p</kbd>', { type: "next_preemption" }),
+      button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> <span>next<span class="more"> preemption</span></span> <kbd>p</kbd>', { type: "next_preemption" }),
       button("Light or dark", "Light or dark (t)", icon("theme"), toggleTheme)), why);
   root.append(bar);
   let state = { position: -1, count: 0, playing: false, speed: 8, held: false }, marks = [], note = null;
@@ -68,7 +74,7 @@ function mountTransport(root, act, toggleTheme) {
       state = transport;
       const where = transport.step === null ? "No step yet" : `Step ${fmt(transport.step)}`;
       now.innerHTML = `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}, ${transport.clock.toFixed(3)} s</span>`;
-      const reasons = "<em>Why?</em>" + transport.why.map(([who, what]) => (who ? `<b>${escapeHtml(who)}</b> ` : "") + escapeHtml(what)).join(". ").replace(/\.\.$/, ".");
+      const reasons = "<em>Why?</em>" + transport.why.map(reason).join(". ").replace(/\.\.$/, ".");
       why.innerHTML = note === null ? reasons : `<em>Note</em>${escapeHtml(note)}`;
       why.setAttribute("aria-live", transport.playing || (transport.live && transport.drivable) ? "off" : "polite");
       play.innerHTML = icon(transport.playing ? "pause" : "play");
@@ -126,6 +132,7 @@ function render({ model, el }) {
     if (!ui.palette.bg) applyTheme();  // the styles were not there yet when the view was made
     const visible = root.getBoundingClientRect();
     ui.width = Math.max(320, Math.min(1216, root.clientWidth - 24));
+    root.classList.toggle("wide", ui.width >= 1000);
     ui.pinned = last.transport.pinned;
     if (transport) transport.draw(last.transport, ui.palette);
     if (visible.width === 0) return;
