@@ -6,16 +6,17 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from refimpl.cache import PrefixCacheStats, Violation, audit, make_kv_cache_manager
 from refimpl.cache.choose import check_parts
+from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import EngineArgs
 from refimpl.engine_lock import EngineLock
 from refimpl.errors import RefimplError, RequestError
 from refimpl.executor.device import resolve_device
-from refimpl.executor.executor import Executor
+from refimpl.executor.executor import Executor, kv_cache_of
 from refimpl.executor.local import LocalExecutor
 from refimpl.explain import explain
 from refimpl.gate import Gate
@@ -294,13 +295,19 @@ class Engine:
         """Weights and KV cache in bytes: used, wasted, cached, free, and the same sequences in a contiguous cache."""
         with self._lock:
             self.check_open()
-            return MemoryReport(
-                device=self._executor.device_name,
-                weight_bytes=self._executor.weight_bytes,
-                block_bytes=self._executor.block_bytes,
-                max_model_len=self.scheduler.config.max_model_len,
-                usage=self.scheduler.usage(),
-            )
+            return MemoryReport.of(self._executor, self.scheduler.config.max_model_len, self.scheduler.usage())
+
+    def read_blocks(self, layer: int, block_ids: Iterable[int]) -> LayerKV:
+        """Copies of the keys and values that some blocks hold in a layer, to look at; block ids are those of block tables.
+
+        Raises:
+            RefimplError: there is no such layer or block, or this engine computes without a model.
+
+        """
+        with self._lock:
+            self.check_open()
+            self._loop.drain()
+            return kv_cache_of(self._executor).read(layer, block_ids)
 
     def audit(self) -> list[Violation]:
         """Check the cache's books from the outside; empty when all is right."""

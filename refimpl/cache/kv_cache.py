@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refimpl.config import ModelConfig
+from refimpl.errors import RefimplError
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,22 @@ class KVCache:
         for layer in self.layers:
             for cache in (layer.k, layer.v):
                 cache[targets] = cache[sources]
+
+    def read(self, layer: int, block_ids: Iterable[int]) -> LayerKV:
+        """Copies of what some blocks hold in a layer; all of them from 0 on are the whole cache, slot by slot.
+
+        Raises:
+            RefimplError: there is no such layer or block.
+
+        """
+        wanted = list(block_ids)
+        if layer not in range(len(self.layers)):
+            raise RefimplError(f"layer {layer} does not exist; the model has layers 0 to {len(self.layers) - 1}")
+        if wrong := [block for block in wanted if block not in range(self.num_blocks + 1)]:
+            raise RefimplError(
+                f"block {wrong[0]} does not exist; the cache has blocks 1 to {self.num_blocks}, and 0 for nobody"
+            )
+        return LayerKV(self.layers[layer].k[wanted], self.layers[layer].v[wanted])
 
     def release(self) -> None:
         """Give the memory back now, whoever still holds a reference to the tensors."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from refimpl.errors import RefimplError
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling.hooks import LogitsHooks
+
+if TYPE_CHECKING:
+    from refimpl.cache.kv_cache import KVCache
 
 
 @runtime_checkable
@@ -29,3 +33,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Stop, and give all memory back. May be called twice."""
+
+
+@runtime_checkable
+class HoldsKVCache(Protocol):
+    """An executor whose keys and values can be looked at."""
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The tensors behind the block ids."""
+
+
+def kv_cache_of(executor: Executor) -> KVCache:
+    """The keys and values that an executor computes.
+
+    Raises:
+        RefimplError: it computes without a model.
+
+    """
+    if not isinstance(executor, HoldsKVCache):
+        raise RefimplError(f"{type(executor).__name__} computes no keys and values, so there are none to read")
+    return executor.kv_cache

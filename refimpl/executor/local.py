@@ -106,6 +106,11 @@ class LocalExecutor:
             future.set_exception(error)
         return future
 
+    @property
+    def kv_cache(self) -> KVCache:
+        """The tensors behind the block ids."""
+        return self.runner.kv_cache
+
     def close(self) -> None:
         """End the thread and release weights and cache, whoever still refers to them.
 
