@@ -21,11 +21,12 @@ LAYERS = [
     {"attention", "quantization", "layers"},
     {"models", "loading"},
     {"sampling", "speculative"},
-    {"executor", "simulate", "parallel"},
+    # Executors, and what drives any of them: the loop of steps, and who writes down what happened.
+    {"executor", "step_loop", "recorder", "simulate", "parallel"},
     # The engine and its own helpers.
-    {"engine", "step_loop", "intake", "recorder", "explain", "output_processor", "interrupts", "gate"},
+    {"engine", "intake", "explain", "output_processor", "interrupts", "gate"},
     {"llm", "async_llm"},
-    {"server", "bench", "cli", "cli_options", "claims", "lab"},
+    {"server", "bench", "cli", "cli_options", "cli_simulate", "claims", "lab"},
 ]
 """Imports go from a later layer to an earlier one, or within one."""
 

@@ -22,7 +22,6 @@ import random
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from refimpl.errors import ConfigError, RefimplError
+from refimpl.simulate.workload import TraceRequest as TraceRequest
 
 DATASET = "https://github.com/Azure/AzurePublicDataset"
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -38,15 +38,6 @@ BINS = 16  # bins of equal count by prompt length, each with its own output leng
 PROMPT_POINTS, OUTPUT_POINTS, GAP_POINTS = 65, 33, 129  # quantiles kept of each law
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request of a trace: its arrival in seconds since the first one's, its prompt and its output in tokens."""
-
-    arrival: float
-    prompt: int
-    output: int
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
