@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | pull | lab | bench``.
+"""The command line: ``refimpl generate | pull | lab | simulate | bench``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -15,6 +15,7 @@ import typer
 
 from refimpl.bench.commands import bench
 from refimpl.cli_options import with_engine_options
+from refimpl.cli_simulate import NOT_SIMULATED, simulate
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command("simulate")(with_engine_options(simulate, but=NOT_SIMULATED))
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -8,7 +8,7 @@
     operations  2 · the layers' weights · tokens + 2 · the output head's weights · rows that draw
                 + 4 · layers · query heads · head size · (query, key) pairs                            (attention, QK and PV)
     all-reduces 2 a layer, each latency + 2 (N - 1) / N · tokens · hidden size · 2 B / link            (0 where N = 1)
-    overhead    of a step + of a row
+    overhead    a layer's share · layers + a row's · rows that draw
 
 Tensor parallelism over N devices divides bytes and operations by N; keys and values by no more than there are KV heads.
 Bandwidth, rate and link are the peaks of :mod:`refimpl.simulate.hardware` times the shares of :class:`Efficiency`.
@@ -37,10 +37,12 @@ class Efficiency:
     """The calibrated part: which share of each peak is reached, and what a step costs besides."""
 
     bandwidth: float = 0.90
-    flops: float = 0.70
+    flops: float = 0.62
+    """In 16 bits."""
+    fp8_flops: float = 0.50
     link: float = 0.60
-    step_seconds: float = 1.4e-3
-    """Of each step: launches, planning, sampling."""
+    layer_seconds: float = 43e-6
+    """Of each layer in each step: launches, kernels too small to fill the device, planning and sampling spread over them."""
     row_seconds: float = 17e-6
     """Of each row that draws: its logits, its sampling, its bookkeeping; and what the formula leaves out of attention."""
 
@@ -104,8 +106,10 @@ class Roofline:
         self.kv_copies = n // min(n, model.num_key_value_heads)
         """Devices that hold the same keys and values, where there are more devices than KV heads."""
         self._kv_seconds = self.kv_bytes_per_token * self.kv_copies / n / self._bandwidth
-        self._rate = weights.flops(hardware) * efficiency.flops * n
-        self._efficiency = efficiency
+        peak = weights.flops(hardware)
+        self._rate = n * peak * (efficiency.flops if peak == hardware.flops else efficiency.fp8_flops)
+        self._step_seconds = model.num_hidden_layers * efficiency.layer_seconds
+        self._row_seconds = efficiency.row_seconds
         self._reduce_latency = 2 * model.num_hidden_layers * hardware.link_latency if n > 1 else 0.0
         reduced = 2 * model.num_hidden_layers * 2 * (n - 1) / n * model.hidden_size * 2
         self._reduce_seconds = reduced / (hardware.link_bandwidth * efficiency.link)
@@ -125,7 +129,7 @@ class Roofline:
 
     def overhead_seconds(self, work: StepWork) -> float:
         """What a step costs besides."""
-        return self._efficiency.step_seconds + self._efficiency.row_seconds * work.rows
+        return self._step_seconds + self._row_seconds * work.rows
 
     def seconds(self, work: StepWork) -> float:
         """How long a step takes."""

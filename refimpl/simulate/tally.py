@@ -32,6 +32,7 @@ class Tally(Recorder):
         self._sequence_seconds = self._block_seconds = 0.0
         self._first_tokens: list[float] = []
         self._whole: list[float] = []
+        self._per_token: list[float] = []
         self._gaps: list[np.ndarray[Any, np.dtype[np.float64]]] = []
 
     def record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
@@ -71,6 +72,8 @@ class Tally(Recorder):
             self._first_tokens.append(metrics.first_token_time - metrics.arrival_time)
             self._whole.append(metrics.finished_time - metrics.arrival_time)
             self._gaps.append(np.diff(np.asarray(times)))
+            if len(times) > 1:
+                self._per_token.append((times[-1] - times[0]) / (len(times) - 1))
 
     def figures(self) -> dict[str, Any]:
         """Throughput in tokens a second, latencies in seconds, concurrency in sequences, use of the KV cache in shares."""
@@ -88,6 +91,7 @@ class Tally(Recorder):
             "waiting_peak": self.peak_waiting,
             **_percentiles("ttft", self._first_tokens),
             **_percentiles("itl", np.concatenate(self._gaps) if self._gaps else []),
+            **_percentiles("tpot", self._per_token),
             **_percentiles("latency", self._whole),
             "kv_use_mean": self._block_seconds / seconds / self._num_blocks if seconds else 0.0,
             "kv_use_peak": self.peak_blocks / self._num_blocks,
