@@ -19,7 +19,14 @@ all-gather of logits, and whatever a real cluster adds between hosts.
 
 How good it is
 --------------
-CALIBRATION_TABLE
+The shares and overheads were chosen on ten runs of vLLM 0.23.0 on one H200 (``bench/measured.py``): Llama-3-8B in bfloat16 with
+1 to 256 sequences that decode, its prefill of 64 and 256 prompts, its prefill in FP8, and Llama-3-70B in FP8 with one sequence.
+Seconds of these whole runs come out within 6%: those of one to 256 sequences by +0.7, -0.2, +1.0, +1.2, +4.6, +2.5 and -2.8%.
+
+Runs that nothing was chosen by: 8B on 128 and 512 requests of mixed lengths +3.6 and -2.9%; 8B in FP8 -7.4 to +2.9%; 70B in
+FP8 -10.2 to +1.9%; a single prompt of 512 tokens, 16 ms, -18%. With Poisson arrivals of 10, 20 and 30 a second the median time
+to the first token is 4, 1 and 9% too short, and the time per output token 3, 2 and 5%. ``refimpl bench simulate`` repeats all
+of it. All of this is one kind of device; that others reach the same shares of their peaks, and that the link does, is assumed.
 """
 
 from __future__ import annotations
