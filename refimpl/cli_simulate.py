@@ -39,8 +39,8 @@ def simulate(
     workload: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join((*FITTED, *NAMED))}; or mixed:128-512/64-256, prompt and output tokens, each a number, a range, "
-            "or choices with weights (50*2,2000*1); default: chat. conv and code are fitted to an hour of real traffic."
+            help=f"{', '.join((*FITTED, *NAMED))}; or mixed:128-512/64-256, prompt and output tokens, each a number, range "
+            "or choices with weights (50*2,2000*1); default: chat. conv and code are fitted to real traffic."
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens, in order.")] = None,
@@ -54,7 +54,9 @@ def simulate(
         bool, typer.Option(help="Keep the prefix cache's books; these prompts have nothing in common.")
     ] = False,
     price: Annotated[float | None, typer.Option(help="US dollars for a device and hour; default: the table's.")] = None,
-    save_log: Annotated[Path | None, typer.Option(help="Write the event log here (.jsonl or .jsonl.gz), for widgets.")] = None,
+    save_log: Annotated[
+        Path | None, typer.Option(help="Write the event log here (.jsonl or .jsonl.gz), for widgets.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object of figures alone.")] = False,
     engine_options: dict[str, Any],
 ) -> None:
@@ -63,9 +65,7 @@ def simulate(
     Scheduler, policies and cache are the engine's own; the time of a step is a roofline (see refimpl/simulate/roofline.py,
     which also says how far off it is). The seed (--seed) fixes everything.
     """
-    args = EngineArgs.from_options(
-        engine_options | {"enable_prefix_caching": enable_prefix_caching, "event_log_size": 0}
-    )
+    args = EngineArgs.from_options(engine_options | {"enable_prefix_caching": enable_prefix_caching, "event_log_size": 0})
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"the price is {price:g}; it must be a number of US dollars an hour, 0 or more")
     coming, source = _requests(workload, trace, requests, rate, arrivals, args.seed)
@@ -77,7 +77,7 @@ def simulate(
         figures = simulation.run(bar.update)
     setting = _setting(simulation, source)
     if as_json:
-        print(json.dumps(figures | {"setting": setting}))
+        print(json.dumps(figures | {"setting": setting}))  # noqa: T201
     else:
         _print_table(figures, setting)
 
@@ -93,7 +93,7 @@ def _requests(
             raise ConfigError("a trace and a workload are both given; give one of them")
         rows = read_trace(trace)
         if count is not None and count > len(rows):
-            print(f"refimpl: {trace} has {len(rows)} requests, fewer than {count}: all are served", file=sys.stderr)
+            print(f"refimpl: {trace} has {len(rows)} requests, fewer than {count}: all are served", file=sys.stderr)  # noqa: T201
         listed, source = rows[:count], trace.name
     else:
         name = workload or "chat"
@@ -182,7 +182,11 @@ def _rows(f: dict[str, Any], setting: dict[str, Any]) -> Iterator[tuple[str, str
     yield "between tokens", ms("itl"), "p50 / p90 / p99"
     yield "time per output token", ms("tpot"), "p50 / p90 / p99 of requests"
     yield "whole answer", ms("latency"), "p50 / p90 / p99"
-    yield "KV cache in use", f"{f['kv_use_mean']:.1%}", f"on average; at most {f['kv_use_peak']:.1%} of {f['num_blocks']:,} blocks"
+    yield (
+        "KV cache in use",
+        f"{f['kv_use_mean']:.1%}",
+        f"on average; at most {f['kv_use_peak']:.1%} of {f['num_blocks']:,} blocks",
+    )
     kinds = ", ".join(f"{count:,} by {kind}" for kind, count in f["preemptions"].items())
     yield "preemptions", f"{sum(f['preemptions'].values()):,}", kinds
     yield "bound by memory", f"{f['memory_bound']:.0%}", "of the time computed; the rest by arithmetic"

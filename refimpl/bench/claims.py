@@ -139,7 +139,9 @@ def _batching(r: dict[str, Any]) -> tuple[str, str]:
 def _batching_70b(r: dict[str, Any]) -> tuple[str, str]:
     return (
         f"{r['speedup']:.2f} on 8 simulated A100-80, two thirds short, batches of 16",
-        _verdict(r["speedup"] >= 2.5, f"the ceiling of this mix is {r['ceiling']:.2f}; the step's time hardly grows with it"),
+        _verdict(
+            r["speedup"] >= 2.5, f"the ceiling of this mix is {r['ceiling']:.2f}; the step's time hardly grows with it"
+        ),
     )
 
 
@@ -148,15 +150,15 @@ def _paged_throughput(r: dict[str, Any]) -> tuple[str, str]:
     return (
         f"simulated, one pool of 40 × 4,096 tokens: static and contiguous {static:,.0f}, continuous and contiguous "
         f"{contiguous:,.0f}, continuous and paged {paged:,.0f} tokens/s",
-        f"{paged / static:.1f} times, if static batches are the other side; paging alone gives {paged / contiguous:.2f} times, "
-        "since prompts of such conversations soon bind the step by arithmetic",
+        f"{paged / static:.1f} times, if static batches are the other side; paging alone {paged / contiguous:.2f} times, "
+        "as prompts of such conversations soon bind the step by arithmetic",
     )
 
 
 def _table_throughput(r: dict[str, Any]) -> tuple[str, str]:
     before, quiet, loaded = r["table"].values()
     return (
-        f"simulated: {before['throughput']:,.0f} at 2.3 requests a second, static and contiguous; {quiet['throughput']:,.0f} "
+        f"simulated: {before['throughput']:,.0f} at 2.3 a second, static and contiguous; {quiet['throughput']:,.0f} "
         f"at 6 and {loaded['throughput']:,.0f} at 8, continuous and paged, AWQ",
         f"holds in size: {loaded['throughput'] / before['throughput']:.1f} times instead of 3.9; 1,850 is above what these "
         "prompts leave room for",
@@ -179,7 +181,8 @@ def _table_latency(r: dict[str, Any]) -> tuple[str, str]:
         for row in (before, quiet, loaded)
     )
     return (
-        "simulated, ms: " + "; ".join(f"{text} {when}" for text, when in zip(shown, ("before", "at 6", "at 8"), strict=True)),
+        "simulated, ms: "
+        + "; ".join(f"{text} {when}" for text, when in zip(shown, ("before", "at 6", "at 8"), strict=True)),
         "not together: 210 ms are had at 6 a second with about 32 at once, not with 180; and by Little's law 180 at 22 ms "
         "would make 8,182 tokens/s, 40 at 38 ms 1,053",
     )
@@ -191,7 +194,7 @@ def _table_cost(r: dict[str, Any]) -> tuple[str, str]:
     return (
         f"simulated: ${before[own]:.2f} → ${loaded[own]:.2f} at ${before['price_per_gpu_hour']:.2f} an A100-hour; "
         f"${before[article]:.2f} → ${loaded[article]:.2f} at $0.52",
-        "holds if an A100-hour costs $0.52, which both of its figures imply: less than half of what it was rented for in 2026",
+        "holds if an A100-hour costs $0.52, which both of its figures imply: under half of its rent in 2026",
     )
 
 

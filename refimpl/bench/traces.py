@@ -22,7 +22,7 @@ import random
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, groupby, pairwise
@@ -90,14 +90,25 @@ def _length(path: Path, line: int, column: str, text: str) -> int:
 def _time(path: Path, line: int, text: str, before: datetime | None) -> datetime:
     """A row's time; of Azure's seven fractional digits ``fromisoformat`` drops the last."""
     try:
-        time = datetime.fromisoformat(text)
+        time = _parsed(text)
         goes_back = before is not None and time < before
-    except (ValueError, TypeError):  # TypeError: one of the two times names its zone, the other does not
-        what = f"TIMESTAMP is {text!r}; it must be a time like 2023-11-16 18:15:46.6805900, with a zone in all lines or none"
+    except (ValueError, OverflowError, TypeError):  # TypeError: one of the two times names its zone, the other does not
+        what = f"TIMESTAMP is {text!r}; it must be a time like 2023-11-16 18:15:46.6805900 (with a zone in all lines or none), or seconds >= 0"
         raise _wrong(path, line, f"{what}: mend or drop the line") from None
     if goes_back:
         raise _wrong(path, line, f"TIMESTAMP {text} is before {before} above it; times must not go back: sort the lines")
     return time
+
+
+def _parsed(text: str) -> datetime:
+    """A time, or a number of seconds as the time so long after 1970 began."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return datetime.fromisoformat(text)
+    if seconds < 0:
+        raise ValueError("before second 0")
+    return datetime(1970, 1, 1) + timedelta(seconds=seconds)  # noqa: DTZ001 - only differences count
 
 
 def fit(trace: Sequence[TraceRequest]) -> dict[str, Any]:

@@ -96,5 +96,7 @@ class Deployment:
         whole = f"{blocks:,} blocks of {cache.block_size} tokens, {blocks * cache.block_size:,} tokens"
         if cache.num_gpu_blocks_override is not None:
             return f"num_gpu_blocks_override: {whole} ({blocks * each / 1e9:.1f} GB)"
-        given = "" if cache.kv_cache_memory_bytes is None else f"; at most {cache.kv_cache_memory_bytes / 1e9:.1f} GB were asked"
+        given = (
+            "" if cache.kv_cache_memory_bytes is None else f"; at most {cache.kv_cache_memory_bytes / 1e9:.1f} GB were asked"
+        )
         return f"{self._sum(cache.gpu_memory_utilization)}{given}; / {each:,} B, less the null block: {whole}"

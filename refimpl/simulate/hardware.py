@@ -67,12 +67,38 @@ HARDWARE = {
     device.name: device
     for device in (
         Hardware("a100-40g", _mib(40_960), 1_555 * GB, 312 * TERA, None, 300 * GB, NVLINK_LATENCY, 1.29, "Lambda, 2025"),
-        Hardware("a100-80g", _mib(81_920), 2_039 * GB, 312 * TERA, None, 300 * GB, NVLINK_LATENCY, 1.30, "specialised clouds, 2026-05"),
         Hardware(
-            "h100", _mib(81_559), 3_350 * GB, 989 * TERA, 1_979 * TERA, 450 * GB, NVLINK_LATENCY, 3.00, "specialised clouds, 2026-05"
+            "a100-80g",
+            _mib(81_920),
+            2_039 * GB,
+            312 * TERA,
+            None,
+            300 * GB,
+            NVLINK_LATENCY,
+            1.30,
+            "specialised clouds, 2026-05",
         ),
         Hardware(
-            "h200", _mib(143_155), 4_800 * GB, 989 * TERA, 1_979 * TERA, 450 * GB, NVLINK_LATENCY, 4.00, "specialised clouds, 2026-05"
+            "h100",
+            _mib(81_559),
+            3_350 * GB,
+            989 * TERA,
+            1_979 * TERA,
+            450 * GB,
+            NVLINK_LATENCY,
+            3.00,
+            "specialised clouds, 2026-05",
+        ),
+        Hardware(
+            "h200",
+            _mib(143_155),
+            4_800 * GB,
+            989 * TERA,
+            1_979 * TERA,
+            450 * GB,
+            NVLINK_LATENCY,
+            4.00,
+            "specialised clouds, 2026-05",
         ),
         Hardware("l4", _mib(23_034), 300 * GB, 121 * TERA, 242 * TERA, 32 * GB, PCIE_LATENCY, 0.71, "Google Cloud, 2025"),
         Hardware("l40s", _mib(46_068), 864 * GB, 362 * TERA, 733 * TERA, 32 * GB, PCIE_LATENCY, 0.86, "RunPod, 2025"),
@@ -105,6 +131,8 @@ def nearest(name: str, known: Mapping[str, T], what: str) -> T:
     """
     if (found := known.get(name.lower())) is not None:
         return found
-    near = [k for k in known if k.startswith(name.lower())] or difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.4)
+    near = [k for k in known if k.startswith(name.lower())] or difflib.get_close_matches(
+        name.lower(), known, n=2, cutoff=0.4
+    )
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(f"{what} {name!r} is not known; {hint}There are {', '.join(known)}")

@@ -22,9 +22,7 @@ LLAMA_3_70B = ModelConfig(
     rope=RopeConfig(theta=500_000.0),
     tie_word_embeddings=False,
 )
-LLAMA_3_8B = replace(
-    LLAMA_3_70B, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32
-)
+LLAMA_3_8B = replace(LLAMA_3_70B, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32)
 MODELS = {"llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B}
 """By name: the shapes of Hugging Face's ``meta-llama/Meta-Llama-3-8B`` and ``-70B``."""
 

@@ -4,7 +4,7 @@
 
     seconds = max(bytes / bandwidth, operations / rate) + all-reduces + overhead
 
-    bytes       weights, read once, however many tokens · the keys and values of every context, read · those of new tokens, written
+    bytes       weights, read once · keys and values of every context, read · those of new tokens, written
     operations  2 · the layers' weights · tokens + 2 · the output head's weights · rows that draw
                 + 4 · layers · query heads · head size · (query, key) pairs                            (attention, QK and PV)
     all-reduces 2 a layer, each latency + 2 (N - 1) / N · tokens · hidden size · 2 B / link            (0 where N = 1)
@@ -19,14 +19,15 @@ all-gather of logits, and whatever a real cluster adds between hosts.
 
 How good it is
 --------------
-The shares and overheads were chosen on ten runs of vLLM 0.23.0 on one H200 (``bench/measured.py``): Llama-3-8B in bfloat16 with
-1 to 256 sequences that decode, its prefill of 64 and 256 prompts, its prefill in FP8, and Llama-3-70B in FP8 with one sequence.
-Seconds of these whole runs come out within 6%: those of one to 256 sequences by +0.7, -0.2, +1.0, +1.2, +4.6, +2.5 and -2.8%.
+The shares and overheads were chosen on eleven runs of vLLM 0.23.0 on one H200 (``bench/measured.py``): Llama-3-8B in
+bfloat16 with 1 to 256 sequences that decode, its prefill of 64 and 256 prompts, its prefill in FP8, and Llama-3-70B in FP8
+with one sequence. Seconds of these whole runs come out within 6%: those of 1 to 256 sequences by +0.7, -0.2, +1.0, +1.2, +4.6, +2.5
+and -2.8%.
 
 Runs that nothing was chosen by: 8B on 128 and 512 requests of mixed lengths +3.6 and -2.9%; 8B in FP8 -7.4 to +2.9%; 70B in
-FP8 -10.2 to +1.9%; a single prompt of 512 tokens, 16 ms, -18%. With Poisson arrivals of 10, 20 and 30 a second the median time
-to the first token is 4, 1 and 9% too short, and the time per output token 3, 2 and 5%. ``refimpl bench simulate`` repeats all
-of it. All of this is one kind of device; that others reach the same shares of their peaks, and that the link does, is assumed.
+FP8 -10.2 to +1.9%; a single prompt of 512 tokens, 16 ms, -18%. With Poisson arrivals of 10, 20 and 30 a second the median
+time to the first token is 4, 1 and 9% too short, and the time per output token 3, 2 and 5%. ``refimpl bench simulate``
+repeats all of it. This is one kind of device: that others reach the same shares of their peaks, and links too, is assumed.
 """
 
 from __future__ import annotations
@@ -151,8 +152,9 @@ def _check_heads(model: ModelConfig, n: int) -> None:
     if n < 1:
         raise ConfigError(f"tensor_parallel_size is {n}; it must be a whole number, 1 or more")
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if heads % n or (kv_heads % n and n % kv_heads):
+    legal = [k for k in range(1, heads + 1) if heads % k == 0 and (kv_heads % k == 0 or k % kv_heads == 0)]
+    if n not in legal:
         raise ConfigError(
             f"tensor_parallel_size is {n}, over which {heads} query heads and {kv_heads} key/value heads do not divide; "
-            f"give one of {', '.join(str(k) for k in range(1, heads + 1) if not heads % k and not (kv_heads % k and k % kv_heads))}"
+            f"give one of {', '.join(map(str, legal))}"
         )

@@ -65,8 +65,8 @@ def check_count(count: int) -> None:
 
 def _wrong_lengths(given: str) -> ConfigError:
     return ConfigError(
-        f"the lengths {given!r} are not PROMPT/OUTPUT in tokens, each a number >= 1 (512), a range (128-512), or choices with "
-        f"weights (50*2,2000*1); give such lengths, or one of {', '.join(NAMED)}"
+        f"the lengths {given!r} are not PROMPT/OUTPUT in tokens, each a number >= 1 (512), a range (128-512), or choices "
+        f"with weights (50*2,2000*1); give such lengths, or one of {', '.join(NAMED)}"
     )
 
 
@@ -104,12 +104,12 @@ def arrive(requests: Sequence[TraceRequest], rate: float | None, seed: int, arri
         ConfigError: the rate is not above 0, or the arrivals have no such name.
 
     """
+    if arrivals not in ARRIVALS:
+        raise ConfigError(f"arrivals is {arrivals!r}; it must be one of {', '.join(ARRIVALS)}")
     if rate is None:
         return list(requests)
     if math.isnan(rate) or not rate > 0:
         raise ConfigError(f"the rate is {rate:g} requests a second; it must be above 0 (inf: all at once)")
-    if arrivals not in ARRIVALS:
-        raise ConfigError(f"arrivals is {arrivals!r}; it must be one of {', '.join(ARRIVALS)}")
     rng = random.Random(seed ^ 0x5EED)  # noqa: S311 - not the stream of the lengths
     gaps = (
         (-math.log(1 - rng.random()) / rate if arrivals == "poisson" else 1 / rate) for _ in range(max(0, len(requests) - 1))
