@@ -20,6 +20,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -183,10 +184,17 @@ class EventLog:
 
     def save(self, path: str | Path) -> None:
         """Write the header and the records that are kept, as JSON lines (gzipped if the name ends in .gz)."""
-        encode = msgspec.json.encode
-        with _open(Path(path), "wb") as file:
+        with self.saving(path) as write:
+            for record in tuple(self.records):
+                write(record)
+
+    @contextmanager
+    def saving(self, path: str | Path) -> Iterator[Callable[[StepRecord], object]]:
+        """Write the header, and then each record that is given to the function yielded; the same log, the same bytes."""
+        encode, path = msgspec.json.encode, Path(path)
+        with path.open("wb") as raw, _zipped(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
             file.write(encode(self.header) + b"\n")
-            file.writelines(encode(record) + b"\n" for record in tuple(self.records))
+            yield lambda record: file.write(encode(record) + b"\n")
 
     @classmethod
     def load(cls, path: str | Path, partial: bool = False) -> EventLog:
@@ -198,7 +206,7 @@ class EventLog:
         """
         path = Path(path)
         try:
-            with _open(path, "rb") as file:
+            with _open(path) as file:
                 first_line = file.readline()
                 written_by = msgspec.json.decode(first_line, type=_Version)  # alone: another schema has other fields
                 if written_by.schema != SCHEMA_VERSION:
@@ -294,9 +302,14 @@ _TABLE = {
 """The columns of ``to_pandas`` and their types; without one it is text."""
 
 
-def _open(path: Path, mode: str) -> IO[Any]:
-    opened: IO[Any] = gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)  # type: ignore[assignment]  # noqa: SIM115
+def _open(path: Path) -> IO[Any]:
+    opened: IO[Any] = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[assignment]  # noqa: SIM115
     return opened
+
+
+def _zipped(raw: IO[bytes]) -> gzip.GzipFile:
+    """Without the time and the name that gzip would put into the file."""
+    return gzip.GzipFile("", "wb", fileobj=raw, mtime=0)
 
 
 DECISION_TEXTS = {
