@@ -166,15 +166,18 @@ def test_a_prompt_of_one_token_has_no_log_probabilities(llm):
     assert output.prompt_logprobs == [None]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_prompt_logits_that_are_no_numbers_fail_their_request_alone(overlap):
-    engine = Engine(EngineArgs(model="tiny", max_model_len=64, max_num_batched_tokens=16, async_scheduling=overlap))
+@pytest.mark.parametrize(
+    "options", [{}, {"async_scheduling": True}, {"enable_kv_cache": False, "max_num_batched_tokens": 64}]
+)
+def test_prompt_logits_that_are_no_numbers_fail_their_request_alone(options):
+    """All samples of it: those that wait for the prompt too."""
+    engine = Engine(EngineArgs(model="tiny", **({"max_model_len": 64, "max_num_batched_tokens": 16} | options)))
     engine._executor.runner.model.embed_tokens[7] = math.nan
-    engine.add_request("bad", [1, 7, *[3] * 30], greedy(prompt_logprobs=1))
+    engine.add_request("bad", [1, 7, *[3] * 30], greedy(prompt_logprobs=1, n=3))
     engine.add_request("good", [1, 2, 3], greedy(prompt_logprobs=1))
     finished = finish(engine)
-    assert finished["bad"].outputs[0].finish_reason == "error"
-    assert "are not numbers" in finished["bad"].outputs[0].stop_reason
+    assert [sample.finish_reason for sample in finished["bad"].outputs] == ["error"] * 3
+    assert all("are not numbers" in sample.stop_reason for sample in finished["bad"].outputs)
     assert finished["good"].outputs[0].finish_reason == "length"
     assert engine.audit() == []
     engine.close()
@@ -232,8 +235,11 @@ def test_a_hook_that_fails_ends_its_request_alone(overlap):
     engine.add_request("raises", [1, 2, 3], greedy(logits_hook=boom_at(5)))
     engine.add_request("nan", [1, 2, 3], greedy(logits_hook=lambda ids, logits: logits * math.nan))
     engine.add_request("other shape", [1, 2, 3], greedy(logits_hook=lambda ids, logits: logits[1:]))
+    engine.add_request("samples", [1, 2, 3], greedy(logits_hook=boom_at(3), n=2))
     engine.add_request("good", [1, 2, 3], GREEDY)
-    finished = {name: output.outputs[0] for name, output in finish(engine).items()}
+    both = finish(engine)
+    assert [sample.finish_reason for sample in both["samples"].outputs] == ["error"] * 2
+    finished = {name: output.outputs[0] for name, output in both.items() if name != "samples"}
     assert {name: sample.finish_reason for name, sample in finished.items()} == {
         "raises": "error", "nan": "error", "other shape": "error", "good": "length",
     }  # fmt: skip
