@@ -11,10 +11,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.async_llm import AsyncLLM
     from refimpl.config import EngineArgs
     from refimpl.engine import Engine
     from refimpl.events import EventLog
     from refimpl.llm import LLM
+    from refimpl.loading.in_memory import TransformersCheckpoint
     from refimpl.logprobs import Logprob
     from refimpl.memory_report import MemoryReport
     from refimpl.models.tiny import tiny
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from refimpl.sampling_params import SamplingParams
 
 _HOMES = {
+    "AsyncLLM": "refimpl.async_llm",
     "CompletionOutput": "refimpl.outputs",
     "Engine": "refimpl.engine",
     "EngineArgs": "refimpl.config",
@@ -31,11 +34,13 @@ _HOMES = {
     "MemoryReport": "refimpl.memory_report",
     "RequestOutput": "refimpl.outputs",
     "SamplingParams": "refimpl.sampling_params",
+    "TransformersCheckpoint": "refimpl.loading.in_memory",
     "tiny": "refimpl.models.tiny",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Engine",
     "EngineArgs",
@@ -44,6 +49,7 @@ __all__ = [
     "MemoryReport",
     "RequestOutput",
     "SamplingParams",
+    "TransformersCheckpoint",
     "tiny",
 ]
 

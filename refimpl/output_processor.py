@@ -10,18 +10,19 @@ from refimpl.logprobs import Logprob
 from refimpl.outputs import CompletionOutput, RequestOutput
 from refimpl.request import Request, Sequence
 from refimpl.sampling_params import SamplingParams
-from refimpl.tokenizer.detokenizer import Detokenizer
+from refimpl.tokenizer.text_stream import TextStream
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 
 class _Stream:
     """One sample's text, and how much of its tokens and text has been handed out."""
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
-        self.detokenizer = detokenizer
-        self.tokens_seen = 0
+    def __init__(self, text: TextStream | None) -> None:
+        self.text = text
+        """None where no text is wanted."""
         self.tokens_sent = 0
-        self.text_sent = 0
+        self.text_sent = ""
+        """Kept where outputs are cumulative."""
         self.told_end = False
         self.logprobs: list[dict[int, Logprob]] = []
         self.cumulative_logprob = 0.0
@@ -29,19 +30,30 @@ class _Stream:
 
 
 class OutputProcessor:
-    """Turns tokens into text, and text into a RequestOutput of the kind that the request asked for."""
+    """Turns tokens into text, and text into a RequestOutput of the kind that the request asked for.
+
+    Text is made where the scheduler takes a token in (it asks here whether a stop string is complete), before the next
+    step is planned: what overlap has ordered by then is one token too many at most, as with a stop token.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._streams: dict[int, _Stream] = {}
         self._prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
 
+    def append(self, sequence: Sequence, token_id: int, silent: bool) -> str | None:
+        """A sequence took a token (see :class:`refimpl.scheduler.stopping.TextWatch`)."""
+        text = self._stream(sequence).text
+        return None if text is None else text.append(token_id, silent)
+
+    def finish(self, sequence: Sequence) -> str | None:
+        """A sequence ends."""
+        text = self._stream(sequence).text
+        return None if text is None else text.finish()
+
     def process(self, advanced: Iterable[Sequence]) -> list[RequestOutput]:
         """One output for each request of which a sample took a token or ended."""
-        requests: dict[str, Request] = {}
-        for sequence in advanced:
-            self._detokenize(sequence)
-            requests[sequence.request.request_id] = sequence.request
+        requests = {sequence.request.request_id: sequence.request for sequence in advanced}
         outputs = [
             self._output(request)
             for request in requests.values()
@@ -61,17 +73,11 @@ class OutputProcessor:
     def _stream(self, sequence: Sequence) -> _Stream:
         stream = self._streams.get(sequence.sequence_id)
         if stream is None:
-            detokenizer = Detokenizer(self._tokenizer, sequence.request.params.skip_special_tokens)
-            stream = self._streams[sequence.sequence_id] = _Stream(detokenizer)
+            request = sequence.request
+            wanted = request.params.detokenize
+            text = TextStream(self._tokenizer, request.params, request.prompt_token_ids) if wanted else None
+            stream = self._streams[sequence.sequence_id] = _Stream(text)
         return stream
-
-    def _detokenize(self, sequence: Sequence) -> None:
-        stream = self._stream(sequence)
-        for token_id in sequence.token_ids[sequence.num_prompt_tokens + stream.tokens_seen :]:
-            stream.detokenizer.append(token_id)
-            stream.tokens_seen += 1
-        if sequence.finished:
-            stream.detokenizer.finish()
 
     def _output(self, request: Request) -> RequestOutput:
         request.metrics.token_times = [sequence.token_times for sequence in request.sequences]
@@ -108,11 +114,16 @@ class OutputProcessor:
     def _completion(self, sequence: Sequence) -> CompletionOutput:
         stream = self._stream(sequence)
         delta = sequence.request.params.output_kind == "delta"
+        if sequence.finished:
+            self.finish(sequence)  # also where an error ended it
         token_ids = sequence.token_ids[sequence.num_prompt_tokens + (stream.tokens_sent if delta else 0) :]
-        text = stream.detokenizer.text[stream.text_sent if delta else 0 :]
         logprobs = self._new_logprobs(sequence, stream)[stream.tokens_sent if delta else 0 :]
         asked = sequence.request.params.logprobs is not None
-        stream.tokens_sent, stream.text_sent = stream.tokens_seen, len(stream.detokenizer.text)
+        text = stream.text.take() if stream.text is not None else ""
+        if delta:
+            stream.tokens_sent += len(token_ids)
+        else:
+            text = stream.text_sent = stream.text_sent + text
         return CompletionOutput(
             index=sequence.index,
             text=text,
@@ -126,8 +137,8 @@ class OutputProcessor:
         )
 
     def _new_logprobs(self, sequence: Sequence, stream: _Stream) -> list[dict[int, Logprob]]:
-        """Those of all tokens seen so far."""
-        for token in sequence.logprobs[len(stream.logprobs) : stream.tokens_seen]:
+        """Those of all tokens so far."""
+        for token in sequence.logprobs[len(stream.logprobs) :]:
             stream.logprobs.append(logprob_dict(token, self._token_text(sequence.request.params)))
             stream.cumulative_logprob += token.logprob
         return stream.logprobs

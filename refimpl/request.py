@@ -68,7 +68,7 @@ class Sequence:
     """The row of the running batch that it holds."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id, or the sentence that explains an error or an early end."""
+    """The stop token id, the stop string, or the sentence that explains an error or an early end."""
     num_preemptions: int = 0
     num_forks: int = 0
     """How many branches left it: each takes a path of its own."""

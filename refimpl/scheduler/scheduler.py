@@ -16,7 +16,7 @@ from refimpl.scheduler.lifecycle import Lifecycle
 from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
 from refimpl.scheduler.policies import Policy
 from refimpl.scheduler.preemption import choose_victim, view
-from refimpl.scheduler.stopping import failure_of, stop
+from refimpl.scheduler.stopping import TextWatch, failure_of, stop
 
 
 class Scheduler(Lifecycle):
@@ -29,8 +29,9 @@ class Scheduler(Lifecycle):
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], float],
         policy: Policy | None = None,
+        text: TextWatch | None = None,
     ) -> None:
-        super().__init__(config, kv_cache_manager, clock, policy)
+        super().__init__(config, kv_cache_manager, clock, policy, text)
         self.step = 0
         """The number of the next step."""
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -95,7 +96,7 @@ class Scheduler(Lifecycle):
                 sequence.logprobs.append(extras.logprobs)
             if sequence.request.metrics.first_token_time is None:
                 sequence.request.metrics.first_token_time = now
-            if (reason := stop(sequence, token_id, self._eos_token_ids)) is not None:
+            if (reason := stop(sequence, token_id, self._eos_token_ids, self._text)) is not None:
                 update.finished.append(self._finish(sequence, reason))
         update.decisions = self._log.take()
         self._log.step = self.step
@@ -236,6 +237,9 @@ class Scheduler(Lifecycle):
         cached_blocks: list[int],
     ) -> None:
         """Give a waiting sequence, whose blocks are taken, a slot and a row."""
+        metrics = sequence.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.num_cached_tokens = sequence.num_computed_tokens
         self._take_slot(sequence)
         if sequence.num_preemptions == 0 and not sequence.reads_prompt:  # what is computed again is no hit
             self.kv.count_query(len(sequence.token_ids), sequence.num_computed_tokens)
