@@ -28,7 +28,11 @@ _INT64 = 2**63
 
 @runtime_checkable
 class LogitsHook(Protocol):
-    """A researcher's own change to the logits of a row, before temperature and filters (and after penalties and biases)."""
+    """A researcher's own change to the logits of a row, before temperature and filters (and after penalties and biases).
+
+    It is called within the step, for one row after the other. One that raises, or returns another shape, another dtype,
+    NaN or +inf, ends its request with reason "error" and the rest goes on.
+    """
 
     def __call__(self, token_ids: Any, logits: Any) -> Any:
         """The changed logits ``[V]`` (float32, a new tensor or the given one) for the token after ``token_ids`` ``[L]``."""

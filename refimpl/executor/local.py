@@ -173,8 +173,8 @@ class LocalExecutor:
         sequence = Admission(0, 0, (0,) * num_tokens, num_tokens, 0, 0, 0, sampling=SamplingNumbers(top_p=0.5))
         blocks = NewBlocks(0, tuple(range(1, num_blocks + 1)))
         runner.execute(SchedulerOutput(0, Batch(1, (0,), (0,), (num_tokens,)), admitted=(sequence,), new_blocks=(blocks,)))
-        # A row that is filtered and sampled holds about six copies of its float32 logits.
-        logits = 6 * 4 * max_num_seqs * config.vocab_size
+        # A row that is adjusted, filtered and sampled holds up to about nine copies of its float32 logits.
+        logits = 9 * 4 * max_num_seqs * config.vocab_size
         return int(torch.cuda.max_memory_allocated(self.device) - before) + logits
 
 

@@ -84,12 +84,11 @@ class Scheduler(Lifecycle):
                 update.token_ids.append(NO_TOKEN)
                 continue
             sequence.num_tokens_in_flight -= token_id != NO_TOKEN
-            update.advanced.append(sequence)
             if failure is not None:
                 update.token_ids.append(NO_TOKEN)
-                sequence.stop_reason = failure
-                update.finished.append(self._finish(sequence, "error"))
+                self._fail(sequence, failure, update)
                 continue
+            update.advanced.append(sequence)
             update.token_ids.append(token_id)
             sequence.token_ids.append(token_id)
             sequence.token_times.append(now)
@@ -102,6 +101,15 @@ class Scheduler(Lifecycle):
         update.decisions = self._log.take()
         self._log.step = self.step
         return update
+
+    def _fail(self, sequence: Sequence, reason: str, update: StepUpdate) -> None:
+        """End a sequence that cannot go on; where that is its prompt's doing, with all samples of the prompt."""
+        in_prompt = len(sequence.token_ids) == sequence.num_prompt_tokens
+        for one in sequence.request.sequences if in_prompt else [sequence]:
+            if not one.finished:
+                one.stop_reason = reason
+                update.advanced.append(one)
+                update.finished.append(self._finish(one, "error"))
 
     def _make_way(self, plan: StepPlan) -> None:
         """Where the policy lets a waiting sequence take a running one's place: the last in order gives way, one by one."""
