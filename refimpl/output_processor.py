@@ -20,6 +20,7 @@ class _Stream:
         self.text_sent = ""
         """Kept where outputs are cumulative."""
         self.told_end = False
+        """With deltas, a sample that ended is told once."""
 
 
 class OutputProcessor:
@@ -46,13 +47,12 @@ class OutputProcessor:
     def process(self, advanced: Iterable[Sequence]) -> list[RequestOutput]:
         """One output for each request of which a sample took a token or ended."""
         requests = {sequence.request.request_id: sequence.request for sequence in advanced}
-        outputs = [
-            self._output(request)
-            for request in requests.values()
-            if request.finished or request.params.output_kind != "final_only"
-        ]
+        outputs = []
         for request in requests.values():
-            if request.finished:
+            finished = request.finished
+            if finished or request.params.output_kind != "final_only":
+                outputs.append(self._output(request, finished))
+            if finished:
                 self.forget(request)
         return outputs
 
@@ -70,32 +70,29 @@ class OutputProcessor:
             stream = self._streams[sequence.sequence_id] = _Stream(text)
         return stream
 
-    def _output(self, request: Request) -> RequestOutput:
+    def _output(self, request: Request, finished: bool) -> RequestOutput:
         request.metrics.token_times = [sequence.token_times for sequence in request.sequences]
+        delta, samples = request.params.output_kind == "delta", []
+        for sequence in request.sequences:
+            stream = self._stream(sequence)
+            if delta and stream.told_end:
+                continue
+            stream.told_end = sequence.finished
+            samples.append(self._completion(sequence, stream, delta))
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._completion(sequence) for sequence in request.sequences if self._has_news(sequence)],
-            finished=request.finished,
+            outputs=samples,
+            finished=finished,
             metrics=request.metrics,
         )
 
-    def _has_news(self, sequence: Sequence) -> bool:
-        """With deltas, a sample that ended is told once."""
-        if sequence.request.params.output_kind != "delta":
-            return True
-        stream = self._stream(sequence)
-        ended_before, stream.told_end = stream.told_end, sequence.finished
-        return not ended_before
-
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        stream = self._stream(sequence)
-        delta = sequence.request.params.output_kind == "delta"
+    def _completion(self, sequence: Sequence, stream: _Stream, delta: bool) -> CompletionOutput:
         if sequence.finished:
             self.finish(sequence)  # also where an error ended it
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens + (stream.tokens_sent if delta else 0) :]
         text = stream.text.take() if stream.text is not None else ""
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens + (stream.tokens_sent if delta else 0) :]
         if delta:
             stream.tokens_sent += len(token_ids)
         else:
