@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from refimpl.engine import Engine
     from refimpl.events import EventLog
     from refimpl.llm import LLM
+    from refimpl.logprobs import Logprob
     from refimpl.memory_report import MemoryReport
     from refimpl.models.tiny import tiny
     from refimpl.outputs import CompletionOutput, RequestOutput
@@ -26,6 +27,7 @@ _HOMES = {
     "EngineArgs": "refimpl.config",
     "EventLog": "refimpl.events",
     "LLM": "refimpl.llm",
+    "Logprob": "refimpl.logprobs",
     "MemoryReport": "refimpl.memory_report",
     "RequestOutput": "refimpl.outputs",
     "SamplingParams": "refimpl.sampling_params",
@@ -38,6 +40,7 @@ __all__ = [
     "Engine",
     "EngineArgs",
     "EventLog",
+    "Logprob",
     "MemoryReport",
     "RequestOutput",
     "SamplingParams",

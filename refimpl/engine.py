@@ -80,7 +80,9 @@ class Engine:
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
         self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
         self.scheduler = make_scheduler(args, config, kv_cache_manager, eos, clock, policy, self._processor)
-        self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args.seed, clock)
+        self._intake = Intake(
+            self.tokenizer, self.model_config, config.max_model_len, args, clock, self._executor.logits_hooks
+        )
         overlap, token_text = self._depth > 0, self.tokenizer.token_text
         self._recorder = Recorder(
             checkpoint.name, config, kv_cache_manager, overlap, args.event_log_size, clock, token_text, self._executor
@@ -145,10 +147,7 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request", request_id=request_id)
 
     def abort(self, request_id: str | list[str]) -> None:
-        """End requests wherever they are: waiting, in the middle of a prompt, or running. Nothing more comes of them.
-
-        Unknown ids are no error.
-        """
+        """End requests wherever they are; nothing more comes of them. Unknown ids are no error."""
         with self._lock:
             request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
             for one in request_ids:
@@ -222,6 +221,7 @@ class Engine:
 
     def _retire(self, request: Request) -> None:
         self._processor.forget(request)
+        self._intake.forget(request)
         del self._requests[request.request_id]
         self._finished[request.request_id] = request
         self._finished.move_to_end(request.request_id)

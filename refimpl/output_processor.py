@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Literal
 
+from refimpl.logprob_output import TokenText, logprob_dict, prompt_logprob_dicts
+from refimpl.logprobs import Logprob
 from refimpl.outputs import CompletionOutput, RequestOutput
 from refimpl.request import Request, Sequence
+from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.text_stream import TextStream
 from refimpl.tokenizer.tokenizer import Tokenizer
 
@@ -21,6 +25,9 @@ class _Stream:
         """Kept where outputs are cumulative."""
         self.told_end = False
         """With deltas, a sample that ended is told once."""
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.cumulative_logprob = 0.0
+        self.readings_sent: set[tuple[str, int]] = set()
 
 
 class OutputProcessor:
@@ -33,6 +40,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._streams: dict[int, _Stream] = {}
+        self._prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
 
     def append(self, sequence: Sequence, token_id: int, silent: bool) -> str | None:
         """A sequence took a token (see :class:`refimpl.scheduler.stopping.TextWatch`)."""
@@ -58,6 +66,7 @@ class OutputProcessor:
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request."""
+        self._prompt_logprobs.pop(request.request_id, None)
         for sequence in request.sequences:
             self._streams.pop(sequence.sequence_id, None)
 
@@ -86,13 +95,28 @@ class OutputProcessor:
             outputs=samples,
             finished=finished,
             metrics=request.metrics,
+            prompt_logprobs=self._prompt_logprobs_of(request),
         )
+
+    def _token_text(self, params: SamplingParams) -> TokenText | None:
+        return self._tokenizer.token_text if params.detokenize else None
+
+    def _prompt_logprobs_of(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        """Made once; with deltas also told once."""
+        if (known := self._prompt_logprobs.get(request.request_id)) is not None:
+            return None if request.params.output_kind == "delta" else known
+        found = prompt_logprob_dicts(request, self._token_text(request.params))
+        if found is not None:
+            self._prompt_logprobs[request.request_id] = found
+        return found
 
     def _completion(self, sequence: Sequence, stream: _Stream, delta: bool) -> CompletionOutput:
         if sequence.finished:
             self.finish(sequence)  # also where an error ended it
         text = stream.text.take() if stream.text is not None else ""
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens + (stream.tokens_sent if delta else 0) :]
+        sent, asked = stream.tokens_sent if delta else 0, sequence.request.params.logprobs is not None
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens + sent :]
+        logprobs = self._new_logprobs(sequence, stream)[sent:] if asked else None
         if delta:
             stream.tokens_sent += len(token_ids)
         else:
@@ -103,4 +127,23 @@ class OutputProcessor:
             token_ids=token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=stream.cumulative_logprob if asked else None,
+            logits=self._readings(sequence, stream, "logits"),
+            hidden_states=self._readings(sequence, stream, "hidden_states"),
         )
+
+    def _new_logprobs(self, sequence: Sequence, stream: _Stream) -> list[dict[int, Logprob]]:
+        """Those of all tokens so far."""
+        for token in sequence.logprobs[len(stream.logprobs) :]:
+            stream.logprobs.append(logprob_dict(token, self._token_text(sequence.request.params)))
+            stream.cumulative_logprob += token.logprob
+        return stream.logprobs
+
+    def _readings(self, sequence: Sequence, stream: _Stream, kind: Literal["logits", "hidden_states"]) -> dict[int, Any]:
+        """What was read at positions of prompt and output; with deltas, what was not told yet."""
+        found = {**getattr(sequence.request.readings, kind), **getattr(sequence.readings, kind)}
+        if sequence.request.params.output_kind == "delta":
+            found = {position: array for position, array in found.items() if (kind, position) not in stream.readings_sent}
+            stream.readings_sent.update((kind, position) for position in found)
+        return found

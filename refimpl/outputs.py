@@ -8,13 +8,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgspec
+
+from refimpl.logprobs import Logprob, TokenLogprobs
+from refimpl.sampling_numbers import SamplingNumbers
 
 NO_TOKEN = -1
 """A row that drew nothing: its prompt is not computed to the end yet."""
 BAD_LOGITS = -2
 """A row whose logits hold NaN, +inf, or no finite number at all: its request fails, alone."""
+NOTHING_LEFT = -3
+"""A row of which allowed_token_ids, bad_words, min_tokens or a hook left no token: its request fails, alone."""
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -40,13 +46,14 @@ class Admission(msgspec.Struct, frozen=True, gc=False, array_like=True):
     sequence_id: int
     token_ids: tuple[int, ...]
     """Prompt, and the output so far of one that was preempted."""
+    num_prompt_tokens: int
     num_computed_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
     seed: int
     path: int
+    reads_from: int = 0
+    """The first position whose logits, hidden state or prompt log-probability is sent back if the request asks for it.
+    Samples that share a prompt leave the prompt to the first of them."""
+    sampling: SamplingNumbers = SamplingNumbers()
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -165,7 +172,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return not self.batch.slots
 
     def to_wire(self, known_version: int) -> bytes:
-        """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes."""
+        """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes.
+
+        Raises:
+            TypeError: a request that is admitted has a logits hook, which is an object of this process.
+
+        """
+        for admission in self.admitted:
+            if admission.sampling.hooked:
+                raise TypeError(
+                    f"sequence {admission.sequence_id} has a logits hook, which cannot be sent to another process"
+                )
         batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
         return msgspec.msgpack.encode((self.step, batch, self.admitted, self.new_blocks, self.copies, self.restarted))
 
@@ -185,11 +202,28 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return cls(step, batch, admitted=admitted, restarted=restarted, new_blocks=new_blocks, copies=copies)
 
 
+class RowExtras(msgspec.Struct, frozen=True):
+    """What a row sends back beside its token, where its request asks for it. Arrays are numpy's, float32."""
+
+    logprobs: TokenLogprobs | None = None
+    """Of the token drawn."""
+    prompt_logprobs: dict[int, TokenLogprobs] = {}
+    """By position in the prompt; position 0 has none."""
+    logits: dict[int, Any] = {}
+    """Raw logits ``[V]`` after the token at each position."""
+    hidden_states: dict[int, Any] = {}
+    """Last hidden state ``[H]`` of each position."""
+    failure: str | None = None
+    """Why the row's request cannot go on, in a sentence."""
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     """What a step computed: one entry a row of its batch."""
 
     token_ids: tuple[int, ...]
-    """The token drawn, ``NO_TOKEN`` or ``BAD_LOGITS``."""
+    """The token drawn, ``NO_TOKEN``, ``BAD_LOGITS`` or ``NOTHING_LEFT``."""
+    extras: dict[int, RowExtras] = {}
+    """By row, for the few that have any."""
 
 
 class RequestMetrics(msgspec.Struct):
@@ -224,6 +258,14 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     """None while it runs; then stop, length, abort or error."""
     stop_reason: int | str | None = None
     """The id in ``stop_token_ids`` or the string in ``stop`` that ended it, or a sentence about an error or an early end."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One dict a token of ``token_ids``: its own, and the most probable ones, by id. None where none were asked for."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities of all output tokens so far, with deltas too."""
+    logits: dict[int, Any] = {}
+    """Raw logits after the token at each position asked for, numpy float32 ``[V]``, as far as it was computed."""
+    hidden_states: dict[int, Any] = {}
+    """The same for last hidden states, ``[H]``."""
 
     @property
     def finished(self) -> bool:
@@ -240,3 +282,5 @@ class RequestOutput(msgspec.Struct, frozen=True):
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry a prompt token, the first of them None; None where none were asked for, and until the prompt is computed."""

@@ -16,14 +16,36 @@ MAX_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 LAYERS = [
-    {"errors", "shapes", "config", "sampling_params", "request", "outputs", "events", "memory_report"},
+    {
+        "errors",
+        "shapes",
+        "config",
+        "sampling_params",
+        "sampling_numbers",
+        "logprobs",
+        "request",
+        "outputs",
+        "events",
+        "memory_report",
+    },
     {"cache", "scheduler", "tokenizer", "kernels"},
     {"attention", "quantization", "layers"},
     {"models", "loading"},
     {"sampling", "speculative"},
     {"executor", "simulate", "parallel"},
     # The engine and its own helpers.
-    {"engine", "step_loop", "intake", "recorder", "explain", "output_processor", "interrupts", "gate"},
+    {
+        "engine",
+        "step_loop",
+        "intake",
+        "sampling_intake",
+        "recorder",
+        "explain",
+        "output_processor",
+        "logprob_output",
+        "interrupts",
+        "gate",
+    },
     {"llm", "async_llm"},
     {"server", "bench", "cli", "cli_options", "claims", "lab"},
 ]

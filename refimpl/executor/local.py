@@ -19,6 +19,9 @@ from refimpl.executor.model_runner import ModelRunner
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from refimpl.sampling.hooks import LogitsHooks
+from refimpl.sampling.slots import SamplingSlots
+from refimpl.sampling_numbers import SamplingNumbers
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class LocalExecutor:
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
         self.weight_bytes = checkpoint.config.num_parameters * self.dtype.itemsize
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
+        self.logits_hooks: LogitsHooks | None = {}
         self._check_room_for_weights(checkpoint)
         try:
             model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed)
@@ -50,7 +54,15 @@ class LocalExecutor:
             self.runner = ModelRunner(
                 model,
                 KVCache(checkpoint.config, self.num_blocks, args.block_size, self.dtype, self.device),
-                InputBatch(max_num_seqs, max_model_len, args.block_size, self.device),
+                InputBatch(
+                    max_num_seqs,
+                    max_model_len,
+                    args.block_size,
+                    self.device,
+                    SamplingSlots(
+                        max_num_seqs, checkpoint.config.vocab_size, self.device, self.logits_hooks, args.logits_hook
+                    ),
+                ),
                 backend,
             )
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -127,12 +139,18 @@ class LocalExecutor:
         runner = ModelRunner(
             model,
             KVCache(config, num_blocks, args.block_size, self.dtype, self.device),
-            InputBatch(1, num_blocks * args.block_size + 1, args.block_size, self.device),
+            InputBatch(
+                1,
+                num_blocks * args.block_size + 1,
+                args.block_size,
+                self.device,
+                SamplingSlots(1, config.vocab_size, self.device),
+            ),
             choose_backend(args.attention_backend, config.head_dim),
         )
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        sequence = Admission(0, 0, (0,) * num_tokens, 0, 1.0, 0.5, 0, 0.0, 0, 0)
+        sequence = Admission(0, 0, (0,) * num_tokens, num_tokens, 0, 0, 0, sampling=SamplingNumbers(top_p=0.5))
         blocks = NewBlocks(0, tuple(range(1, num_blocks + 1)))
         runner.execute(SchedulerOutput(0, Batch(1, (0,), (0,), (num_tokens,)), admitted=(sequence,), new_blocks=(blocks,)))
         # A row that is filtered and sampled holds about six copies of its float32 logits.

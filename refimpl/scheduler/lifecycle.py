@@ -92,7 +92,7 @@ class Lifecycle:
         [child] = request.sequences
         self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
         self.sequences[child.sequence_id] = child
-        if parent.status is Status.RUNNING and not self.running.full and self.can_share:
+        if parent.status is Status.RUNNING and not self.running.full and self.can_share and not child.reads_prompt:
             shared = self.kv.fork(parent.sequence_id, child.sequence_id)
             child.num_computed_tokens = parent.num_computed_tokens
             self._take_slot(child)

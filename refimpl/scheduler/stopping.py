@@ -1,9 +1,10 @@
-"""When a sequence ends by itself: an end-of-sequence id, a stop token, a stop string in its text, or its length."""
+"""When a sequence ends by itself: an end-of-sequence id, a stop token, a stop string, its length, or a row that fails."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT, RowExtras
 from refimpl.request import FinishReason, Sequence
 
 
@@ -49,4 +50,15 @@ def _stop_by_id(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]
         return "stop"
     if len(sequence.token_ids) - sequence.num_prompt_tokens >= sequence.request.max_tokens:
         return "length"
+    return None
+
+
+def failure_of(sequence: Sequence, token_id: int, extras: RowExtras | None) -> str | None:
+    """Why a sequence cannot go on after what its row sent back, in a sentence; None if it can."""
+    if extras is not None and extras.failure is not None:
+        return extras.failure
+    if token_id == BAD_LOGITS:
+        return f"the model's logits at position {len(sequence.token_ids)} are not numbers"
+    if token_id == NOTHING_LEFT:
+        return "no token is left to draw: allowed_token_ids, bad_words, min_tokens and hooks forbid all of them"
     return None
