@@ -47,7 +47,7 @@ def generate(engine, *, prompt=PROMPT, request_id="a", **params):
     for sample in output.outputs if "logprobs" in params else ():
         assert [next(iter(found)) for found in sample.logprobs] == sample.token_ids
         assert sample.cumulative_logprob == sum(
-            found[token].logprob for found, token in zip(sample.logprobs, sample.token_ids)
+            found[token].logprob for found, token in zip(sample.logprobs, sample.token_ids, strict=True)
         )
     return [(s.text, s.token_ids, s.finish_reason, s.stop_reason) for s in output.outputs]
 
