@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from refimpl.config import EngineArgs
     from refimpl.engine import Engine
     from refimpl.events import EventLog
+    from refimpl.interrupts import GenerationInterrupted
     from refimpl.llm import LLM
     from refimpl.logprobs import Logprob
     from refimpl.memory_report import MemoryReport
@@ -26,6 +27,7 @@ _HOMES = {
     "Engine": "refimpl.engine",
     "EngineArgs": "refimpl.config",
     "EventLog": "refimpl.events",
+    "GenerationInterrupted": "refimpl.interrupts",
     "LLM": "refimpl.llm",
     "Logprob": "refimpl.logprobs",
     "MemoryReport": "refimpl.memory_report",
@@ -40,6 +42,7 @@ __all__ = [
     "Engine",
     "EngineArgs",
     "EventLog",
+    "GenerationInterrupted",
     "Logprob",
     "MemoryReport",
     "RequestOutput",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from numbers import Integral
 from types import TracebackType
 from typing import Any, TypedDict
@@ -14,7 +15,7 @@ import msgspec
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RequestError
-from refimpl.interrupts import interrupts_between_steps
+from refimpl.interrupts import GenerationInterrupted, interrupts_between_steps
 from refimpl.memory_report import MemoryReport
 from refimpl.outputs import RequestOutput
 from refimpl.sampling_params import SamplingParams
@@ -65,11 +66,13 @@ class LLM:
         steps: the requests of this call are aborted, and the engine stays usable.
 
         Raises:
+            GenerationInterrupted: Ctrl-C or the stop button; a KeyboardInterrupt that carries the outputs of the prompts
+                that had finished, as ``.outputs``.
             RequestError: a prompt or a parameter is wrong; the message says which prompt.
 
         """
         listed = _as_list(prompts)
-        return self._run([_unwrap(prompt) for prompt in listed], sampling_params, use_tqdm)
+        return self._run([unwrap(prompt) for prompt in listed], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -131,6 +134,7 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
         request_ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
         try:
             for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"llm-{next(self._numbers)}"  # no name that a user would give to a request of their own
@@ -141,23 +145,31 @@ class LLM:
                         error.args = (f"prompt {number} of {len(prompts)}: {error.args[0]}", *error.args[1:])
                     raise
                 request_ids.append(request_id)
-            outputs = self._step_until_done(request_ids, use_tqdm)
-        except BaseException:
+            self._step_until_done(request_ids, use_tqdm, outputs)
+        except BaseException as error:
             self.engine.abort(request_ids)
+            if isinstance(error, KeyboardInterrupt):
+                finished = [outputs.get(request_id) for request_id in request_ids]
+                raise GenerationInterrupted(finished + [None] * (len(prompts) - len(finished))) from error
             raise
         return [outputs[request_id] for request_id in request_ids]
 
-    def _step_until_done(self, request_ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until these requests have ended. Outputs of others (``llm.engine.add_request``) are kept for their host."""
+    def _step_until_done(self, request_ids: list[str], use_tqdm: bool, outputs: dict[str, RequestOutput]) -> None:
+        """Step until these requests have ended, and put their ``outputs`` there, also where the call is interrupted.
+
+        Outputs of others (``llm.engine.add_request``) are kept for their host.
+        """
         from tqdm.auto import tqdm
 
-        outputs: dict[str, RequestOutput] = {}
-        wanted, others = set(request_ids), []
+        wanted = set(request_ids)
+        others: list[RequestOutput] = []
         num_aborted = self.engine.num_aborted
         with (
+            ExitStack() as at_the_end,
             interrupts_between_steps() as check_interrupt,
             tqdm(total=len(wanted), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
         ):
+            at_the_end.callback(self.engine.keep_for_next_step, others)
             while len(outputs) < len(wanted):
                 check_interrupt()
                 for output in self.engine.step():
@@ -171,10 +183,9 @@ class LLM:
                     for request_id in wanted - outputs.keys():
                         if not self.engine.is_unfinished(request_id):
                             raise RequestError(
-                                f"request {request_id!r} was aborted while this call waited for it", request_id=request_id
+                                f"request {request_id!r} was aborted while this call waited for it",
+                                request_id=request_id,
                             )
-        self.engine.keep_for_next_step(others)
-        return outputs
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -191,7 +202,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return listed
 
 
-def _unwrap(prompt: Any) -> str | list[int]:
+def unwrap(prompt: Any) -> str | list[int]:
+    """The text or the token ids of a prompt in any form.
+
+    Raises:
+        RequestError: a dict has neither, or one of another kind.
+
+    """
     if not isinstance(prompt, dict):
         unwrapped: str | list[int] = prompt  # the engine checks it
         return unwrapped

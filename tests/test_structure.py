@@ -47,7 +47,7 @@ LAYERS = [
         "gate",
     },
     {"llm", "async_llm"},
-    {"server", "bench", "cli", "cli_options", "claims", "lab"},
+    {"server", "bench", "cli", "cli_options", "cli_output", "claims", "lab"},
 ]
 """Imports go from a later layer to an earlier one, or within one."""
 
