@@ -11,11 +11,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.async_llm import AsyncLLM
     from refimpl.config import EngineArgs
     from refimpl.engine import Engine
     from refimpl.events import EventLog
     from refimpl.interrupts import GenerationInterrupted
     from refimpl.llm import LLM
+    from refimpl.loading.in_memory import TransformersCheckpoint
     from refimpl.logprobs import Logprob
     from refimpl.memory_report import MemoryReport
     from refimpl.models.tiny import tiny
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from refimpl.sampling_params import SamplingParams
 
 _HOMES = {
+    "AsyncLLM": "refimpl.async_llm",
     "CompletionOutput": "refimpl.outputs",
     "Engine": "refimpl.engine",
     "EngineArgs": "refimpl.config",
@@ -33,11 +36,13 @@ _HOMES = {
     "MemoryReport": "refimpl.memory_report",
     "RequestOutput": "refimpl.outputs",
     "SamplingParams": "refimpl.sampling_params",
+    "TransformersCheckpoint": "refimpl.loading.in_memory",
     "tiny": "refimpl.models.tiny",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Engine",
     "EngineArgs",
@@ -47,6 +52,7 @@ __all__ = [
     "MemoryReport",
     "RequestOutput",
     "SamplingParams",
+    "TransformersCheckpoint",
     "tiny",
 ]
 

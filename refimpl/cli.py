@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | pull | lab | bench``.
+"""The command line: ``refimpl generate | chat | pull | lab | doctor | bench``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -15,9 +15,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from refimpl.bench.commands import bench
+from refimpl.chat_command import chat as chat_command
 from refimpl.cli_options import with_engine_options
 from refimpl.cli_output import GenerateCommand
 from refimpl.config import EngineArgs
+from refimpl.doctor.command import doctor
 from refimpl.errors import RefimplError
 
 app = typer.Typer(
@@ -27,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command("chat")(chat_command)
+app.command("doctor")(doctor)
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -10,36 +10,21 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from refimpl.errors import ConfigError, UnknownOptionError
+from refimpl.rope_config import RopeConfig as RopeConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 GIB = 1024**3
 ONE_OF = {
     "dtype": DTYPES,
     "load_format": ("auto", "dummy"),
-    "attention_backend": ("auto", "torch"),
     "kv_cache_manager": ("paged", "contiguous"),
     "scheduler": ("continuous", "static"),
 }
 """Options that are one of a few names."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding (Su et al. 2021, RoFormer): the base frequency and how it is stretched for long contexts."""
-
-    theta: float = 10_000.0
-    kind: Literal["default", "llama3"] = "default"
-    factor: float = 1.0
-    """llama3: how much the low frequencies are slowed."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    """llama3: the context that the model was first trained on, in tokens."""
-    frequency_divisors: tuple[float, ...] = ()
-    """GGUF files store the outcome of llama3 scaling instead: what each of the ``D / 2`` frequencies is divided by."""
+ATTENTION_BACKENDS = ("auto", "torch")
 
 
 @dataclass(frozen=True)
@@ -70,6 +55,14 @@ class ModelConfig:
         layer = q_and_o + k_and_v + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_hidden_layers * layer + embeddings + self.hidden_size
+
+    def context_limit(self, asked: int | None = None) -> int:
+        """Most tokens of a context, the stretch of its rotary embedding counted (:meth:`RopeConfig.context_limit`)."""
+        return self.rope.context_limit(self.max_position_embeddings, asked)
+
+    def for_context(self, length: int) -> ModelConfig:
+        """The model as it is built for contexts of at most ``length`` tokens."""
+        return dataclasses.replace(self, rope=self.rope.for_context(length))
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that the keys and values of one token take over all layers (Llama-3-70B in 16 bits: 327,680)."""
@@ -149,7 +142,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = _option(None, "Bytes for the KV cache, instead of a share of the memory.")
     gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
     cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
-    attention_backend: str = _option("auto", "auto or torch.")
+    attention_backend: Any = _option("auto", "auto or torch; in Python also an AttentionBackend object.")
     async_scheduling: bool | None = _option(None, "Plan a step while the last one computes; default: on a GPU only.")
     max_logprobs: int = _option(20, "Most log-probabilities a token that a request may ask for; -1: no limit.")
     logits_hook: Any = field(default=None, metadata={"help": "In Python only: a LogitsHook for every row.", "cli": False})
@@ -193,6 +186,7 @@ class EngineArgs:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.logits_hook is not None and not callable(self.logits_hook):
             raise ConfigError(f"logits_hook is {self.logits_hook!r}; it must be None or a callable (token_ids, logits)")
+        self._check_backend()
         self._check_baselines()
         share, space = self.gpu_memory_utilization, self.cpu_kvcache_space
         if not _is_finite(share) or not 0 < share <= 1:
@@ -203,6 +197,15 @@ class EngineArgs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, under max_num_seqs = {self.max_num_seqs}: "
                 "a step of decodes would not fit the budget; raise the first or lower the second"
+            )
+
+    def _check_backend(self) -> None:
+        backend = self.attention_backend
+        is_backend = callable(getattr(backend, "begin_step", None)) and isinstance(getattr(backend, "name", None), str)
+        if backend not in ATTENTION_BACKENDS if isinstance(backend, str) else isinstance(backend, type) or not is_backend:
+            raise ConfigError(
+                f"attention_backend is {backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}, or an object (not a "
+                "class) with a name and begin_step(metadata), as refimpl.attention.AttentionBackend"
             )
 
     def _check_baselines(self) -> None:

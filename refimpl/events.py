@@ -19,7 +19,7 @@ import logging
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -123,12 +123,15 @@ class RowKinds:
     after a preemption. "decode" goes on from the token drawn last.
     """
 
-    def __init__(self) -> None:
-        self._prefilling: set[int] = set()
+    def __init__(self, prefilling: Iterable[int] = ()) -> None:
+        self._prefilling = set(prefilling)
+        """Sequences; at first, those of a log that begins in the middle of a run."""
 
     def of(self, record: StepRecord) -> list[RowKind]:
         """The kind of each row of the next record."""
         prefilling = self._prefilling
+        if not prefilling and not record.admitted:
+            return ["decode"] * len(record.sequence_ids)
         prefilling.difference_update(finish.sequence_id for finish in (*record.aborted, *record.exhausted))
         prefilling.difference_update(preemption.sequence_id for preemption in record.preempted)
         parents = {child: parent for parent, child in record.forks}

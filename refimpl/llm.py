@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from numbers import Integral
 from types import TracebackType
 from typing import Any, TypedDict
 
 import msgspec
 
+from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RequestError
@@ -159,25 +160,26 @@ class LLM:
 
         Outputs of others (``llm.engine.add_request``) are kept for their host.
         """
-        from tqdm.auto import tqdm
-
         wanted = set(request_ids)
         others: list[RequestOutput] = []
         num_aborted = self.engine.num_aborted
+        answer_widgets = comm_messages_between_steps()
         with (
             ExitStack() as at_the_end,
             interrupts_between_steps() as check_interrupt,
-            tqdm(total=len(wanted), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+            _progress_bar(len(wanted)) if use_tqdm else nullcontext() as bar,
         ):
             at_the_end.callback(self.engine.keep_for_next_step, others)
             while len(outputs) < len(wanted):
                 check_interrupt()
-                for output in self.engine.step():
+                answer_widgets()
+                for output in self.engine.step(while_held=answer_widgets):
                     if output.request_id not in wanted:
                         others.append(output)
                     elif output.finished:
                         outputs[output.request_id] = output
-                        bar.update()
+                        if bar is not None:
+                            bar.update()
                 if self.engine.num_aborted != num_aborted:
                     num_aborted = self.engine.num_aborted
                     for request_id in wanted - outputs.keys():
@@ -186,6 +188,13 @@ class LLM:
                                 f"request {request_id!r} was aborted while this call waited for it",
                                 request_id=request_id,
                             )
+
+
+def _progress_bar(total: int) -> Any:
+    """Made only to be shown: tqdm starts a thread with its first bar, shown or not."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="Processed prompts", unit="prompt")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -55,6 +55,7 @@ class Recorder:
             "enable_prefix_caching": kv.prefix_cache is not None,
             "async_scheduling": overlap,
             "reserved_blocks": kv.reserved_blocks,
+            "can_share": kv.can_share,
         }
         if executor is not None:
             numbers |= {

@@ -430,7 +430,7 @@ def test_a_damaged_safetensors_file(refused, folder, damage):
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
         ({"architectures": None}, "named"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_attention_heads": "four"}, "config.json"),
         ({"num_key_value_heads": 3}, "evenly"),

@@ -260,7 +260,7 @@ def test_ctrl_c_loses_no_prompt_that_had_finished(overlap):
         unsubscribe()
         one, none, two = caught.value.outputs
         assert (tokens([one, two]), none) == (expected, None)
-        [output] = llm.engine.step()
+        *_, output = llm.engine.step()
         assert (output.request_id, tokens([output])) == ("another's", expected[:1])
         assert_idle(llm)
 

@@ -6,23 +6,26 @@ overview above it, a small grid in which events are never averaged away.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
 from refimpl.visualizers import batch_timeline_svg
-from refimpl.visualizers.figure import Caption, Picture, count
+from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette
 from refimpl.visualizers.timeline_books import CAUSES, MEMORY, Column, Hold, cause_of
-from refimpl.visualizers.timeline_rows import PAGE, Timeline, timeline_of
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import GONE, QUEUE, QUEUED, STATES, SWAPPED, Row
+from refimpl.visualizers.timelines import timeline_of
 
 SHOWN = 240
 """Most columns of a window: four pixels each at full width."""
 FEWEST = 30
 """Columns of a young log's window: it grows by tens."""
 MOST_ROWS = 64
+LEFT, RIGHT, NARROW_RIGHT, WIDE = 56, 196, 12, 900
+"""Pixels beside the columns, and the width from which on the sums stand at the right: as in batch_timeline.js."""
 
 _FORM = (
     " Colour names the request, form names what the step did for it. Steps after the playhead are pale. "
@@ -37,16 +40,19 @@ class BatchTimeline:
     title = "BatchTimeline"
     question = "Why did this request wait?"
 
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The window around ``position``: rows of runs, what each step computed, and the blocks after it."""
         timeline = timeline_of(history)
-        position = max(-1, min(position, len(timeline) - 1))
-        first, columns = window(len(timeline), position)
+        oldest = timeline.columns.first
+        position = max(oldest - 1, min(position, len(timeline) - 1))
+        first, columns = window(len(timeline) - oldest, position - oldest, columns_in(look.width))
+        first += oldest
         last = min(len(timeline), first + columns)
-        shown = chosen_rows(timeline, first, last, max(first, position))
+        shown = chosen_rows(timeline, first, last, max(first, position), look.pinned)
         steps = timeline.columns[first:last]
-        num_alive = timeline.columns[position].num_alive if position >= 0 else 0
-        num_shown = sum(row.at(position)[0] != GONE for row in shown) if position >= 0 else 0
+        known = position >= oldest
+        num_alive = timeline.columns[position].num_alive if known else 0
+        num_shown = sum(row.at(position)[0] != GONE for row in shown) if known else 0
         whole = len(timeline) <= columns and len(shown) == len(timeline.rows)
         return {
             "caption": caption(timeline, position, history.last.truncated),
@@ -75,12 +81,19 @@ class BatchTimeline:
         return batch_timeline_svg.draw(picture, palette)
 
 
-def window(length: int, position: int) -> tuple[int, int]:
+def columns_in(width: int) -> int:
+    """How many columns a figure of so many pixels shows: four pixels each, in tens."""
+    plot = width - LEFT - (RIGHT if width >= WIDE else NARROW_RIGHT)
+    return max(FEWEST, min(SHOWN, plot // 40 * 10))
+
+
+def window(length: int, position: int, most: int = SHOWN) -> tuple[int, int]:
     """(first column, columns) to show of a log. It stays where it is while the position moves by less than a page."""
-    if length <= SHOWN:
+    if length <= most:
         return 0, max(FEWEST, -(-length // 10) * 10)
-    latest = -(-(length - SHOWN) // PAGE) * PAGE
-    return max(0, min(latest, (position // (2 * PAGE)) * 2 * PAGE - PAGE)), SHOWN
+    page = most // 4
+    latest = -(-(length - most) // page) * page
+    return max(0, min(latest, (position // (2 * page)) * 2 * page - page)), most
 
 
 def ticks(steps: list[Column], first: int, every: int) -> list[list[int]]:
@@ -93,19 +106,20 @@ def ticks(steps: list[Column], first: int, every: int) -> list[list[int]]:
     return found
 
 
-def chosen_rows(timeline: Timeline, first: int, last: int, position: int) -> list[Row]:
+def chosen_rows(timeline: Timeline, first: int, last: int, position: int, pinned: str | None = None) -> list[Row]:
     """Rows that are there between two columns, in order of arrival; where they are too many, those nearest the position.
 
-    First who holds a slot there, then who was preempted, then the queue from its head. O(rows chosen from), not O(rows).
+    The pinned request's go before all others. Then who holds a slot there, then who was preempted, then the queue from its
+    head. O(rows chosen from), not O(rows), but for a pinned request.
     """
-    start, end = bisect_left(timeline.event_columns, first), bisect_left(timeline.event_columns, last)
-    middle = min(max(bisect_right(timeline.event_columns, position), start), end)
-    near = slice(max(start, middle - 4 * MOST_ROWS), min(end, middle + 4 * MOST_ROWS))
-    indices = {*timeline.event_rows[near], *timeline.around(first), *timeline.around(position)}
+    near = timeline.presence.nearest(first, last, position, 4 * MOST_ROWS)
+    indices = {*near, *timeline.around(first), *timeline.around(position)}
+    if pinned is not None:
+        indices.update(row.index for row in timeline.rows if row.request_id == pinned)
     found = [timeline.rows[index] for index in sorted(indices)]
     found = [row for row in found if row.arrived < last and (row.gone is None or row.gone > first or row.arrived >= first)]
     if len(found) > MOST_ROWS:
-        found = sorted(found, key=lambda row: (*_nearness(row, position), row.index))[:MOST_ROWS]
+        found = sorted(found, key=lambda row: (row.request_id != pinned, *_nearness(row, position), row.index))[:MOST_ROWS]
     return sorted(found, key=lambda row: row.index)
 
 
@@ -118,10 +132,10 @@ def _nearness(row: Row, position: int) -> tuple[int, int]:
 
 def caption(timeline: Timeline, position: int, truncated: bool) -> Caption:
     """How many requests have waited up to a position, how long, and for what."""
-    if not len(timeline):
+    if not timeline.columns:
         return [("No requests yet.", True)]
     parts: Caption = [("The log begins in the middle of a run. ", False)] if truncated else []
-    if position < 0:
+    if position < timeline.columns.first:
         return [*parts, ("Before the first step.", True), (_FORM, False)]
     column = timeline.columns[position]
     return [*parts, (f"Up to step {column.step:,}, ", False), (waits_told(column), True), (_FORM, False)]
@@ -197,7 +211,7 @@ def _overview(timeline: Timeline) -> dict[str, Any]:
         "rows_per_line": overview.rows_per_line,
         "length": len(timeline),
         "last_step": timeline.columns[-1].step,
-        "num_rows": len(timeline.rows),
+        "num_rows": len(timeline.rows),  # those forgotten too
     }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from refimpl.visualizers.figure import WIDTH, Caption, Picture, count, document, duration, plain, rect, text
+from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, duration, plain, rect, text
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette, hue, mix
 from refimpl.visualizers.timeline_marks import PALE, hatching, triangle
-from refimpl.visualizers.timeline_rows import Timeline, timeline_of
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import STATES, Row
+from refimpl.visualizers.timelines import timeline_of
 from refimpl.visualizers.words import percent
 
 MOST_ROWS = 160
@@ -39,7 +40,7 @@ class Batching:
     def __init__(self, histories: dict[str, History]) -> None:
         self.histories = histories
 
-    def picture(self, history: History | None = None, position: int | None = None) -> Picture:
+    def picture(self, history: History | None = None, position: int | None = None, look: Look = WHOLE) -> Picture:
         """Both runs, to their ends."""
         return compare(self.histories)
 
@@ -108,7 +109,7 @@ def _row(row: Row, hues: dict[str, int | None], length: int) -> dict[str, Any]:
         "first": row.first_sample,
         "hue": hues[row.name],
         "runs": row.runs(0, length),
-        "preempted": row.preemptions,
+        "preempted": list(row.preemptions),
     }
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import struct
-from itertools import groupby
+from collections import Counter
+from itertools import chain, groupby
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from refimpl.visualizers.figure import WIDTH, Caption, Picture, count, document, plain, rect, text
+import numpy as np
+
+from refimpl.visualizers.blocks import NULL_BLOCK
+from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette, hue, mix, on
-from refimpl.visualizers.state import NULL_BLOCK, BlockState, SequenceState, State
+from refimpl.visualizers.state import SequenceState, State
 
 CELL = struct.Struct("<IBBBx")
 """One block: the oldest owner's sequence id + 1 (0: none), owners, 255 times its fill, kind."""
+_CELL = np.dtype([("owner", "<u4"), ("owners", "u1"), ("fill", "u1"), ("kind", "u1"), ("", "u1")])
+"""The same for arrays."""
 KINDS = ("free", "cached", "owned", "shared", "null")
+OWNED = KINDS.index("owned")
 MOST_ROWS = 40
 """Sequences in the table beside the map; more are counted in words."""
 MOST_SHARED = 4_000
@@ -29,39 +35,25 @@ class BlockMap:
     title = "BlockMap"
     question = "Which sequence owns this block?"
 
-    def __init__(self) -> None:
-        self._cells: WeakKeyDictionary[State, bytearray] = WeakKeyDictionary()
-
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Cells as packed bytes (:data:`CELL`), and the sequences that own them."""
         state = history.state_at(position)
         owners = [sequence for sequence in state.alive() if sequence.table]
         counts = state.counts()
         shared = {block: list(ids) for block, ids in state.shared_blocks(MOST_SHARED)}
+        shared_of = Counter(chain.from_iterable(state.blocks.shared.values()))
         return {
             "caption": _caption(state, counts),
             "block_size": state.block_size,
             "num_blocks": state.num_blocks,
-            "cells": self._pack(state),
+            "cells": pack(state),
             "shared": shared,
             "copies": [] if state.record is None else [[copy.source, copy.target] for copy in state.record.copies],
             "counts": counts,
             "sequences": {s.sequence_id: [s.letter, s.hue, s.request_id] for s in owners},
-            "rows": [_row(s, state) for s in owners[:MOST_ROWS]],
+            "rows": [_row(s, state, shared_of[s.sequence_id]) for s in owners[:MOST_ROWS]],
             "more_rows": max(0, len(owners) - MOST_ROWS),
         }
-
-    def _pack(self, state: State) -> bytes:
-        cells = self._cells.get(state)
-        if cells is None:
-            cells = self._cells[state] = bytearray(CELL.size * (state.num_blocks + 1))
-            changed = range(state.num_blocks + 1)
-        else:
-            changed = state.changed  # type: ignore[assignment]
-        for block_id in changed:
-            CELL.pack_into(cells, CELL.size * block_id, *_cell(state.block(block_id), state.block_size))
-        state.changed.clear()
-        return bytes(cells)
 
     def card(self, history: History, position: int, block_id: int) -> dict[str, Any]:
         """All of one block, for who points at it."""
@@ -98,14 +90,20 @@ class BlockMap:
         return document(WIDTH, max(height, 20 * len(counts) + 20), "".join(body), plain(picture["caption"]))
 
 
-def _cell(block: BlockState, block_size: int) -> tuple[int, int, int, int]:
-    owner = block.owners[0] + 1 if block.owners else 0
-    return owner, min(255, len(block.owners)), 255 * block.fill // block_size, KINDS.index(block.kind)
+def pack(state: State) -> bytes:
+    """All cells of a pool."""
+    blocks = state.blocks
+    cells = np.zeros(state.num_blocks + 1, dtype=_CELL)
+    cells["owner"] = blocks.owner + 1
+    cells["owners"] = np.minimum(blocks.num_owners, 255)
+    cells["fill"] = (255 * np.arange(state.block_size + 1) // state.block_size)[state.fills()]
+    cells["kind"] = np.where(blocks.num_owners > 0, OWNED + (blocks.num_owners > 1), blocks.published)
+    cells["kind"][NULL_BLOCK] = KINDS.index("null")
+    return cells.tobytes()
 
 
-def _row(sequence: SequenceState, state: State) -> list[Any]:
+def _row(sequence: SequenceState, state: State, shared: int) -> list[Any]:
     """Letter, hue, request, blocks, shared ones, tokens in them, empty slots."""
-    shared = sum(state.num_owners(block_id) > 1 for block_id in sequence.table)
     held = len(sequence.table) * state.block_size
     tokens = min(sequence.num_computed_tokens, held)
     return [sequence.letter, sequence.hue, sequence.request_id, len(sequence.table), shared, tokens, held - tokens]
@@ -165,5 +163,3 @@ def _svg_cell(x: float, y: float, size: float, kind: str, owners: int, fill: flo
 
 
 FIGURE = BlockMap()
-
-assert NULL_BLOCK == 0, "cells are in the order of block ids, the null block first"

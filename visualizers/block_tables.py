@@ -10,7 +10,7 @@ from refimpl.events import StepRecord
 from refimpl.outputs import BlockCopy
 from refimpl.visualizers.block_tables_svg import draw
 from refimpl.visualizers.copies import Copies
-from refimpl.visualizers.figure import Caption, Picture, count
+from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette
 from refimpl.visualizers.state import SequenceState, State
@@ -37,7 +37,7 @@ class BlockTables:
         self._latest: WeakKeyDictionary[History, tuple[int, Picture]] = WeakKeyDictionary()
         """The copy that was drawn last, by its position."""
 
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The latest copy at or before ``position``; without one, up to four tables as they are."""
         copies = self._copies.setdefault(history, Copies())
         found = copies.latest(history, position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ class Copies:
     def __init__(self) -> None:
         self._num_seen = 0
         self._known: set[int] = set()
-        """Sequences that arrived or were admitted in the log: the tables of others are not known."""
+        """Living sequences that arrived or were admitted in the log: the tables of others are not known."""
         self._positions: list[int] = []
         self._totals: list[int] = []
         """Copies up to each of these positions."""
@@ -36,23 +36,29 @@ class Copies:
 
     def latest(self, history: History, position: int) -> tuple[int, int] | None:
         """(position, copies so far) of the latest record at or before ``position`` that copies a block."""
-        for number in range(self._num_seen, len(history)):
-            record = history.records[number]
+        if self._num_seen < history.first:  # what was not looked at is gone
+            self._known = set(history.base(State).sequences)
+            self._num_seen = history.first
+        for number, record in enumerate(history.records[self._num_seen :], start=self._num_seen):
             for arrival in record.arrived:
                 self._known.update(arrival.sequence_ids)
             self._known.update(sequence_id for sequence_id, _, _ in record.admitted)
             if found := copies_of(record, self._known):
                 self._positions.append(number)
                 self._totals.append((self._totals[-1] if self._totals else 0) + len(found))
+            self._known.difference_update(f.sequence_id for f in (*record.aborted, *record.exhausted, *record.finished))
         self._num_seen = len(history)
+        gone = bisect_left(self._positions, history.first)
+        del self._positions[:gone], self._totals[:gone]
         number = bisect_right(self._positions, position) - 1
         return None if number < 0 else (self._positions[number], self._totals[number])
 
     def before(self, history: History, position: int, read: Callable[[State, StepRecord, list[Written]], Result]) -> Result:
         """What ``read`` says of the moment before the record at ``position`` makes its copies."""
         state = self._state
-        if state is None or not 0 <= position - 1 - self._state_position < KEYFRAME_EVERY:
-            state = history.state_at(position - 1).copy()
+        near = 0 <= position - 1 - self._state_position < KEYFRAME_EVERY and self._state_position >= history.first - 1
+        if state is None or not near:
+            state = State.of(history.state_at(position - 1).keep())
             self._state_position = position - 1
         for record in history.records[self._state_position + 1 : position]:
             state.apply(record)

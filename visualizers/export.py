@@ -15,8 +15,10 @@ from refimpl.errors import RefimplError
 from refimpl.events import EventLog, StepRecord
 from refimpl.visualizers.history import History
 from refimpl.visualizers.source import log_of
-from refimpl.visualizers.timeline_rows import Column, Timeline, timeline_of
+from refimpl.visualizers.tail import Tail
+from refimpl.visualizers.timeline_rows import Column, Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
+from refimpl.visualizers.timelines import timeline_of
 
 SLICES = {
     WAITING: "waiting",
@@ -138,9 +140,9 @@ def _named(what: str, process: int, track: int, **arguments: Any) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": arguments}
 
 
-def _slices(row: Row, records: list[StepRecord]) -> list[Event]:
+def _slices(row: Row, records: Tail[StepRecord]) -> list[Event]:
     """A slice for each stretch of the same state. It lasts until the next one begins; the last one, until its step's end."""
-    runs = row.runs(0, len(records))
+    runs = row.runs(records.first, len(records))
     stretches: list[tuple[int, int, int, int, int]] = []
     """(from, to, state, tokens drawn, tokens that a prefill computes)."""
     for start, end, state, drawn, computed in zip(*(runs[i::5] for i in range(5)), strict=True):
@@ -174,9 +176,9 @@ def _slice(name: str, row: Row, begins: float, ends: float, arguments: dict[str,
     return _event("X", name, begins, row.sequence_id, dur=_us(max(0.0, ends - begins)), args=arguments)
 
 
-def _preemptions(row: Row, records: list[StepRecord]) -> list[Event]:
+def _preemptions(row: Row, records: Tail[StepRecord]) -> list[Event]:
     events = []
-    for column in row.preemptions:
+    for column in (column for column in row.preemptions if column >= records.first):
         told = [sentence for at, sentence in row.decisions if at == column and "preempted" in sentence]
         arguments = {"why": "; ".join(told), "step": records[column].step}
         events.append(_event("i", "preempted", records[column].scheduled_at, row.sequence_id, s="t", args=arguments))

@@ -1,12 +1,13 @@
 """What a figure is: a question, and a picture that answers it. The browser draws pictures; Python decides what is in them.
 
-A picture is a pure function of a history and a position in it. It has a caption, whose bold parts answer the figure's
-question with numbers, and whatever the figure's drawing in ``static/NAME.js`` needs. ``svg`` draws the same picture without
-a browser: for GitHub, for exports, and where no widget manager runs.
+A picture is a pure function of a history, a position in it, and the view's :class:`Look`. It has a caption, whose bold parts
+answer the figure's question with numbers, and whatever the figure's drawing in ``static/NAME.js`` needs. ``svg`` draws the
+same picture without a browser: for GitHub, for exports, and where no widget manager runs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
@@ -23,6 +24,19 @@ WIDTH = 1216
 """Pixels of a figure, as wide as a notebook's cell on a laptop; narrower places scale or reflow."""
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a view looks at a log, beside the position: what a figure leaves out depends on it."""
+
+    width: int = WIDTH
+    """Pixels."""
+    pinned: str | None = None
+    """A request that is to be in sight."""
+
+
+WHOLE = Look()
+
+
 class Figure(Protocol):
     """One figure. Modules of this package hold one object each that follows this."""
 
@@ -31,8 +45,8 @@ class Figure(Protocol):
     title: str
     question: str
 
-    def picture(self, history: History, position: int) -> Picture:
-        """What to draw after the record at ``position``; -1 is before the first."""
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
+        """What to draw after the record at ``position``; -1 is before the first. It holds nothing that changes later."""
 
     def svg(self, picture: Picture, palette: Palette) -> str:
         """The picture as one ``<svg>`` element of ``WIDTH`` pixels."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from refimpl.events import StepRecord
-from refimpl.visualizers.figure import Figure, Picture, count
+from refimpl.visualizers.figure import WIDTH, Figure, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.player import Player
 
@@ -53,9 +51,11 @@ def why(history: History, position: int) -> list[list[str]]:
 def transport(player: Player) -> dict[str, Any]:
     """Where a player stands, for its buttons and its scrubber."""
     history, engine = player.history, player.engine
-    record = history.records[player.position] if 0 <= player.position < len(history) else None
+    record = history.records[player.position] if history.first <= player.position < len(history) else None
     return {
         "position": player.position,
+        "first": history.first,
+        "gone": history.first,
         "count": len(history),
         "step": record.step if record else None,
         "clock": record.updated_at if record else 0.0,
@@ -64,61 +64,69 @@ def transport(player: Player) -> dict[str, Any]:
         "speed": player.speed,
         "pinned": player.pinned,
         "held": bool(engine is not None and engine.gate.closed),
-        "drivable": bool(engine is not None and engine.has_unfinished_requests()),
+        "drivable": bool(engine is not None and engine.can_step()),
         "engine": engine is not None,
         "why": why(history, player.position),
     }
 
 
-def cells_as_text(picture: Picture) -> Picture:
-    """A picture that JSON can hold: its packed cells in base64."""
-    if isinstance(picture.get("cells"), bytes):
-        return picture | {"cells": base64.b64encode(picture["cells"]).decode("ascii")}
-    return picture
-
-
-@dataclass
 class Sender:
-    """What one browser's view has been sent already, so that only differences follow."""
+    """What one browser's view has been sent already, so that only differences follow.
 
-    figures: Sequence[Figure]
-    _marked: int = 0
-    """Records whose marks were sent."""
-    _cells: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
-    """By figure, the cells that the view has."""
+    Args:
+        figures: those of the view.
+
+    """
+
+    def __init__(self, figures: Sequence[Figure]) -> None:
+        self.width = WIDTH
+        """Pixels of the view."""
+        self._figures = figures
+        self._history: History | None = None
+        self._num_marked = 0
+        """Records whose marks were sent."""
+        self._sent: dict[str, Picture] = {}
+        """By figure, what the view has."""
 
     def frame(self, player: Player, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
-        """The message of a frame, and its buffers. ``whole`` begins anew: for a view that has nothing."""
-        if whole:
-            self._marked = 0
-            self._cells.clear()
+        """The message of a frame, and its buffers: of each picture, the keys whose values changed.
+
+        ``whole`` begins anew: for a view that has nothing. So does a history that began anew.
+        """
         history, position = player.history, player.position
+        whole = whole or history is not self._history
+        if whole:
+            self._history, self._num_marked = history, history.first
+            self._sent.clear()
+        look = Look(self.width, player.pinned)
         pictures: dict[str, Picture] = {}
         buffers: list[bytes] = []
-        for figure in self.figures:
-            picture = figure.picture(history, position)
-            if isinstance(picture.get("cells"), bytes):
-                picture, buffer = self._difference(figure.name, picture)
-                picture["buffer"] = len(buffers)
-                buffers.append(buffer)
-            pictures[figure.name] = picture
+        for figure in self._figures:
+            picture = figure.picture(history, position, look)
+            before = self._sent.get(figure.name, {})
+            changes = {key: value for key, value in picture.items() if key not in before or before[key] != value}
+            if isinstance(changes.get("cells"), bytes):
+                changes["cells"], cells = _difference(before.get("cells"), changes["cells"])
+                changes["buffer"] = len(buffers)
+                buffers.append(cells)
+            self._sent[figure.name] = picture
+            if changes:
+                pictures[figure.name] = changes
         message = {
             "type": "frame",
             "whole": whole,
             "transport": transport(player),
-            "marks": marks(history.records[self._marked :], self._marked),
+            "marks": marks(history.records[self._num_marked :], max(history.first, self._num_marked)),
             "pictures": pictures,
         }
-        self._marked = len(history)
+        self._num_marked = len(history)
         return message, buffers
 
-    def _difference(self, name: str, picture: Picture) -> tuple[Picture, bytes]:
-        """The cells that changed, each after its index (both 32-bit words, little-endian), or all of them."""
-        new = np.frombuffer(picture["cells"], dtype="<u4").reshape(-1, 2)
-        old = self._cells.get(name)
-        self._cells[name] = new
-        rest = {key: value for key, value in picture.items() if key != "cells"}
-        if old is None or len(old) != len(new):
-            return rest | {"cells": "all"}, picture["cells"]
-        changed = np.flatnonzero((old != new).any(axis=1)).astype("<u4")
-        return rest | {"cells": "changed"}, np.column_stack((changed, new[changed])).astype("<u4").tobytes()
+
+def _difference(old: bytes | None, new: bytes) -> tuple[str, bytes]:
+    """The cells that changed, each after its index (32-bit words, little-endian), or all of them."""
+    if old is None or len(old) != len(new):
+        return "all", new
+    changed = np.flatnonzero(np.frombuffer(old, dtype="<u8") != np.frombuffer(new, dtype="<u8"))
+    cells = np.frombuffer(new, dtype="<u4").reshape(-1, 2)[changed]
+    return "changed", np.column_stack((changed.astype("<u4"), cells)).tobytes()

@@ -10,13 +10,16 @@ admission and the stamp of its record.
 from __future__ import annotations
 
 import bisect
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from refimpl.events import RowKinds, StepRecord, describe
-from refimpl.outputs import Decision
+from refimpl.outputs import NO_TOKEN, Decision
+from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import Arrivals, CountingState
 
 SHORTEST = 1e-6
@@ -77,9 +80,17 @@ class Column:
         self._seconds = np.empty(1024)
         self._bins = np.empty(1024, dtype=np.intp)
         self._size = 0
+        self._first = 0
+        """How many are forgotten."""
 
     def __len__(self) -> int:
-        return self._size
+        return self._first + self._size
+
+    def forget(self, first: int) -> None:
+        """Let go of all before the ``first``-th."""
+        gone = first - self._first
+        self._seconds, self._bins = self._seconds[gone:].copy(), self._bins[gone:].copy()
+        self._first, self._size = first, self._size - gone
 
     def extend(self, values: list[float]) -> None:
         """Append some."""
@@ -97,11 +108,12 @@ class Column:
         self.low, self.high = min(self.low, float(new.min())), max(self.high, float(new.max()))
 
     def distribution(self, size: int) -> dict[str, Any]:
-        """Of the first ``size`` ones: how many, exact quantiles, and bars.
+        """Of the first ``size`` ones, less those forgotten: how many, exact quantiles, and bars.
 
         ``bars`` counts them from bar ``first_bar`` on; bar b begins at ``SHORTEST * 10 ** (b / BARS_PER_DECADE)`` seconds.
         """
-        if not size:
+        size -= self._first
+        if size <= 0:
             return {"count": 0, "p50": None, "p99": None, "first_bar": 0, "bars": []}
         counts = np.bincount(self._bins[:size], minlength=_NUM_BARS * _SLICES)
         bars = counts.reshape(_NUM_BARS, _SLICES).sum(axis=1)
@@ -131,15 +143,21 @@ class Column:
 
 
 class LatencyFold:
-    """What a history's records say about latency. ``apply`` takes the next one."""
+    """What a history's records say about latency. ``apply`` takes the next one.
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.firsts: list[RequestLatency] = []
+    Args:
+        config: the log header's ``config``.
+        state: where the records begin at position ``first`` and not with the run, the state before.
+
+    """
+
+    def __init__(self, config: dict[str, Any], state: CountingState | None = None, first: int = 0) -> None:
+        self.firsts: Tail[RequestLatency] = Tail()
         """Requests that had their first token, in order of it."""
         self.first_tokens, self.pauses = Column(), Column()
-        self.num_first: list[int] = []
+        self.num_first: Tail[int] = Tail(first=first)
         """For each record, how many first tokens there were up to it; the same for ``num_pauses``."""
-        self.num_pauses: list[int] = []
+        self.num_pauses: Tail[int] = Tail(first=first)
         self._longest: list[Pause] = []
         """Each longer than the one before."""
         self._request_of: dict[int, RequestLatency] = {}
@@ -147,11 +165,45 @@ class LatencyFold:
         """By sequence: when its newest token came, and with which record."""
         self._preempted: dict[int, str] = {}
         """How a sequence was preempted since its newest token."""
-        self._prefills: list[tuple[int, int, int]] = []
+        self._prefills: Tail[tuple[int, int, int]] = Tail(first=first)
         """For each record: (tokens, sequence) of its largest prefill row, and the tokens of the whole step."""
-        self._state = CountingState(config)
+        self._without: set[int] = set()
+        """Sequences of requests that have no token."""
+        self._ended: deque[tuple[int, int]] = deque()
+        """(position, sequence) of what ended in a record that is kept."""
         self._arrivals = Arrivals()
-        self._kinds = RowKinds()
+        self._state = CountingState(config) if state is None else state
+        self._kinds = RowKinds(() if state is None else state.prefilling())
+        if state is not None:
+            self._begin_with(state)
+
+    def _begin_with(self, state: CountingState) -> None:
+        """Requests that are alive before the first record."""
+        for known in state.alive():
+            letter = known.letter.partition("·")[0]
+            request = RequestLatency(known.request_id, letter, known.num_prompt_tokens, known.arrived_at, hue=known.hue)
+            if known.slot is not None or known.num_output_tokens:
+                request.admitted_at = known.arrived_at
+            if known.num_output_tokens:
+                request.first_position = len(self.num_first) - 1
+            self._remember(known.sequence_id, request)
+
+    def _remember(self, sequence_id: int, request: RequestLatency) -> None:
+        self._request_of[sequence_id] = request
+        if request.first_position is None:
+            self._without.add(sequence_id)
+
+    def forget(self, first: int) -> None:
+        """Let go of what is told by records before a position only."""
+        if first <= self.num_first.first:
+            return
+        self.firsts.forget(self.num_first[first - 1])
+        self.first_tokens.forget(self.num_first[first - 1])
+        self.pauses.forget(self.num_pauses[first - 1])
+        for tail in (self.num_first, self.num_pauses, self._prefills):
+            tail.forget(first)
+        while self._ended and self._ended[0][0] < first:
+            self._request_of.pop(self._ended.popleft()[1], None)
 
     def request_of(self, sequence_id: int) -> RequestLatency | None:
         """The request of a sequence; None where its arrival is not in the log any more."""
@@ -172,15 +224,23 @@ class LatencyFold:
         for preemption in record.preempted:
             self._preempted[preemption.sequence_id] = preemption.mode
         self._admit(record)
-        rows = zip(self._kinds.of(record), record.num_new_tokens, record.sequence_ids, strict=True)
-        largest = max(((count, sequence) for kind, count, sequence in rows if kind == "prefill"), default=(0, -1))
-        self._prefills.append((*largest, sum(record.num_new_tokens)))
+        self._prefills.append((*self._largest_prefill(record), sum(record.num_new_tokens)))
         self._take_tokens(record)
         for finish in (*record.aborted, *record.exhausted, *record.finished):
             self._last_token.pop(finish.sequence_id, None)
             self._preempted.pop(finish.sequence_id, None)
+            self._without.discard(finish.sequence_id)
+            self._ended.append((len(self.num_first), finish.sequence_id))
         self.num_first.append(len(self.firsts))
         self.num_pauses.append(len(self.pauses))
+
+    def _largest_prefill(self, record: StepRecord) -> tuple[int, int]:
+        """(tokens, sequence)."""
+        kinds = self._kinds.of(record)
+        if "prefill" not in kinds:
+            return 0, -1
+        rows = zip(kinds, record.num_new_tokens, record.sequence_ids, strict=True)
+        return max((number, sequence) for kind, number, sequence in rows if kind == "prefill")
 
     def _note_wait(self, decision: Decision) -> None:
         request = self._request_of.get(decision.sequence_id)
@@ -193,7 +253,7 @@ class LatencyFold:
             letter = self._state.sequences[arrival.sequence_ids[0]].letter.partition("·")[0]
             request = RequestLatency(arrival.request_id, letter, len(arrival.token_ids), at)
             for sequence_id in arrival.sequence_ids:
-                self._request_of[sequence_id] = request
+                self._remember(sequence_id, request)
 
     def _admit(self, record: StepRecord) -> None:
         for sequence_id, _, _ in record.admitted:
@@ -203,34 +263,40 @@ class LatencyFold:
 
     def _take_tokens(self, record: StepRecord) -> None:
         position, now = len(self.num_first), record.updated_at
-        firsts, pauses = [], []
-        for sequence_id, token in zip(record.sequence_ids, record.token_ids, strict=False):
-            if token < 0:
-                continue
+        drew: Sequence[int] = record.sequence_ids[: len(record.token_ids)]
+        if NO_TOKEN in record.token_ids:
+            drew = [s for s, token in zip(record.sequence_ids, record.token_ids, strict=False) if token != NO_TOKEN]
+        if not self._without.isdisjoint(drew):
+            self._take_first_tokens(drew, now, position)
+        last = list(map(self._last_token.get, drew))
+        pauses = [now - before[0] for before in last if before is not None]
+        self.pauses.extend(pauses)
+        if pauses and (not self._longest or max(pauses) > self._longest[-1].seconds):
+            rows = ((s, before) for s, before in zip(drew, last, strict=True) if before is not None)
+            sequence_id, (since, before_position) = max(rows, key=lambda row: now - row[1][0])
+            self._note_longest(now - since, sequence_id, before_position, record)
+        self._last_token.update(dict.fromkeys(drew, (now, position)))
+        if self._preempted:
+            for sequence_id in drew:
+                self._preempted.pop(sequence_id, None)
+
+    def _take_first_tokens(self, drew: Sequence[int], now: float, position: int) -> None:
+        firsts = []
+        for sequence_id in drew:
             request = self._request_of.get(sequence_id)
             if request is not None and request.first_position is None:
                 request.begin(now, position)
                 self.firsts.append(request)
                 firsts.append(request.dot[0])
-            if (last := self._last_token.get(sequence_id)) is not None:
-                pauses.append(now - last[0])
-                if not self._longest or pauses[-1] > self._longest[-1].seconds:
-                    self._note_longest(pauses[-1], sequence_id, last[1], record)
-            self._last_token[sequence_id] = now, position
-            self._preempted.pop(sequence_id, None)
+        self._without.difference_update(drew)
         self.first_tokens.extend(firsts)
-        self.pauses.extend(pauses)
 
     def _note_longest(self, seconds: float, sequence_id: int, since: int, record: StepRecord) -> None:
         sequence = self._state.sequences.get(sequence_id)
         letter, hue = (sequence.letter, sequence.hue) if sequence else (f"?{sequence_id}", None)
         request_id = sequence.request_id if sequence else f"sequence {sequence_id}"
         position = len(self.num_first)
-        pause = Pause(seconds, letter, hue, request_id, position, self._cause(sequence_id, since, record))
-        if self._longest and self._longest[-1].position == position:
-            self._longest[-1] = pause
-        else:
-            self._longest.append(pause)
+        self._longest.append(Pause(seconds, letter, hue, request_id, position, self._cause(sequence_id, since, record)))
 
     def _cause(self, sequence_id: int, since: int, record: StepRecord) -> str:
         """Why the sequence had no token between record ``since`` and this one, as far as the log tells."""

@@ -11,10 +11,11 @@ import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from refimpl.visualizers.figure import WIDTH, Caption, Picture, count, document, plain, rect, text
+from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
 from refimpl.visualizers.latency_fold import BARS_PER_DECADE, SHORTEST, LatencyFold, Pause, RequestLatency
 from refimpl.visualizers.palette import Palette, hue
+from refimpl.visualizers.timeline_books import CountingState
 
 MOST_DOTS = 2000
 """Requests that are drawn as dots; more are drawn as bars."""
@@ -39,13 +40,15 @@ class LatencyView:
     def fold(self, history: History) -> LatencyFold:
         """The latencies of a history, up to its newest record."""
         fold = self._folds.get(history)
-        if fold is None:
-            fold = self._folds[history] = LatencyFold(history.config)
+        if fold is None or len(fold.num_first) < history.first:  # new, or what it has not seen is forgotten
+            base = history.base(CountingState) if history.first else None
+            fold = self._folds[history] = LatencyFold(history.config, base, history.first)
         for record in history.records[len(fold.num_first) :]:
             fold.apply(record)
+        fold.forget(history.first)
         return fold
 
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Two distributions up to the record at ``position``; their axes hold the whole log, so that they stand still.
 
         ``first.dots`` are [seconds, seconds in the queue, hue, letter, request, prompt tokens, position], none above
@@ -53,10 +56,12 @@ class LatencyView:
         """
         fold = self.fold(history)
         position = min(position, len(history.records) - 1)
-        num_first, num_pauses = (fold.num_first[position], fold.num_pauses[position]) if position >= 0 else (0, 0)
+        known = position >= history.first
+        num_first, num_pauses = (fold.num_first[position], fold.num_pauses[position]) if known else (0, 0)
         waiting = _waiting(history, position, fold)
         first, pauses = fold.first_tokens.distribution(num_first), fold.pauses.distribution(num_pauses)
-        requests = fold.firsts[:num_first] if num_first <= MOST_DOTS else []
+        few = num_first - fold.firsts.first <= MOST_DOTS
+        requests = fold.firsts[:num_first] if few else []
         longest = fold.longest(position)
         shortest = min([fold.first_tokens.low, *(row[0] for row in waiting)])
         farthest = max([fold.first_tokens.high, *(row[0] for row in waiting)])
@@ -68,7 +73,7 @@ class LatencyView:
             | _axis(shortest, farthest)
             | {
                 "dots": [request.dot for request in requests],
-                "reasons": [request.why for request in requests] if num_first <= MOST_REASONS else [],
+                "reasons": [request.why for request in requests] if len(requests) <= MOST_REASONS else [],
                 "waiting": waiting[:MOST_WAITING],
                 "num_waiting": len(waiting),
             },

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from refimpl.visualizers.figure import Caption, Picture, count
+from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.memory_view_svg import draw
 from refimpl.visualizers.palette import Palette
@@ -26,7 +25,7 @@ class MemoryView:
     title = "MemoryView"
     question = "Where did the memory go, and how much of it holds tokens?"
 
-    def picture(self, history: History, position: int) -> Picture:
+    def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""
         state = history.state_at(position)
         sequences = [sequence for sequence in state.alive() if sequence.table]
@@ -58,41 +57,50 @@ class MemoryView:
 
 
 def _usage(state: State, sequences: Sequence[SequenceState]) -> tuple[list[Holder], dict[str, int]]:
-    """What the tables hold, each shared block once. O(sequences), and O(blocks) where any are shared."""
-    tables = [sequence.table for sequence in sequences]
-    tables_of = Counter(chain.from_iterable(tables))
-    shared = {block_id for block_id, number in tables_of.items() if number > 1}
-    drawn: set[int] = set()
-    holders = list(chain.from_iterable(_holders(state, sequence, shared, drawn) for sequence in sequences))
+    """What the tables hold, each shared block once. O(sequences and entries of tables that are shared)."""
+    shared = _shared(state)
+    holders = list(chain.from_iterable(_holders(state, sequence, shared) for sequence in sequences))
     counts = state.counts()
+    used = counts["owned"] + counts["shared"]
     seen = sum(sequence.num_computed_tokens for sequence in sequences)
     filled = sum(holder[3] for holder in holders)
     return holders, {
         "num_sequences": len(sequences),
-        "used_blocks": len(tables_of),
+        "used_blocks": used,
         "cached_blocks": counts["cached"],
         "free_blocks": counts["free"],
         "filled_slots": filled,
-        "wasted_slots": len(tables_of) * state.block_size - filled,
+        "wasted_slots": used * state.block_size - filled,
         "shared_slots": seen - filled,
     }
 
 
-def _holders(state: State, sequence: SequenceState, shared: set[int], drawn: set[int]) -> list[Holder]:
-    """The shared blocks that are not ``drawn`` yet, by who their owners are, and the sequence's own ones."""
-    size, table = state.block_size, sequence.table
-    filled, held = sequence.num_computed_tokens, len(table) * size
+def _shared(state: State) -> dict[int, list[tuple[int, int, tuple[int, ...]]]]:
+    """By sequence, its shared blocks in order: (entry of its table, block, owners)."""
+    found: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
+    for block_id, owners in state.shared_blocks(state.num_blocks):
+        for owner in owners:
+            found.setdefault(owner, []).append((state.blocks.index(block_id), block_id, owners))
+    for entries in found.values():
+        entries.sort()
+    return found
+
+
+def _holders(
+    state: State, sequence: SequenceState, shared: dict[int, list[tuple[int, int, tuple[int, ...]]]]
+) -> list[Holder]:
+    """The shared blocks of which the sequence is the oldest owner, by who the others are, and its own ones."""
+    size = state.block_size
+    filled, held = sequence.num_computed_tokens, len(sequence.table) * size
     groups: dict[tuple[int, ...], Holder] = {}
-    for index in [index for index, block_id in enumerate(table) if block_id in shared] if shared else ():
+    for index, block_id, owners in shared.get(sequence.sequence_id, ()):
         filled -= min(size, max(0, sequence.num_computed_tokens - index * size))
         held -= size
-        if table[index] not in drawn:
-            drawn.add(table[index])
-            block = state.block(table[index])
-            if block.owners not in groups:
-                groups[block.owners] = _group(state, block.owners)
-            group = groups[block.owners]
-            group[3] += block.fill
+        if owners[0] == sequence.sequence_id:
+            if owners not in groups:
+                groups[owners] = _group(state, owners)
+            group = groups[owners]
+            group[3] += state.block(block_id).fill
             group[4] += size
     own = [[sequence.letter, [sequence.request_id], [sequence.hue], filled, held, 1]] if held else []
     return [*groups.values(), *own]

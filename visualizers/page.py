@@ -22,6 +22,8 @@ from refimpl.visualizers.source import player_for
 
 MOST_STEPS = 5_000
 """A page holds at most this many steps: the last ones of a longer log."""
+CHUNK = 64
+"""Steps that are packed together: what a jump unpacks."""
 
 
 @cache
@@ -67,38 +69,48 @@ def export_html(source: Any, path: str | Path, figures: Sequence[Figure] = ALL) 
         player.catch_up()
         if not len(player.history):
             raise RefimplError("there is nothing to export: no step has run yet")
-        recorded = _record(player, figures)
+        opening, chunks = _record(player, figures)
         still = static_html.figures(figures, player.history, len(player.history) - 1)
-    packed = base64.b64encode(gzip.compress(json.dumps(recorded, separators=(",", ":")).encode(), mtime=0)).decode()
     target = Path(path)
     try:
-        target.write_text(_page(recorded, packed, still), encoding="utf-8")
+        target.write_text(_page(opening, chunks, still), encoding="utf-8")
     except OSError as error:
         raise RefimplError(f"{target} cannot be written: {error}") from error
     return target
 
 
-def _record(player: Player, figures: Sequence[Figure]) -> dict[str, Any]:
-    """Every frame, as what changed since the one before."""
+def _record(player: Player, figures: Sequence[Figure]) -> tuple[dict[str, Any], list[str]]:
+    """What is shown at once, the last frame in it; and all frames, packed in chunks whose first ones are whole."""
     history = player.history
-    first = max(0, len(history) - MOST_STEPS)
-    viewer = _Viewer(player, first)
-    sender, before = Sender(figures), {figure.name: dict[str, str]() for figure in figures}
-    frames = []
-    for position in range(first, len(history)):
+    first, last = max(history.first, len(history) - MOST_STEPS), len(history) - 1
+    viewer, sender, chunks, frames = _Viewer(player, first), Sender(figures), list[str](), list[dict[str, Any]]()
+    for position in range(first, last + 1):
         viewer.position = position
-        message, buffers = sender.frame(viewer, whole=position == first)  # type: ignore[arg-type]
-        changes = {}
-        for name, picture in message["pictures"].items():
-            texts = {key: json.dumps(value) for key, value in picture.items()}
-            changed = {key for key, text in texts.items() if before[name].get(key) != text or key in ("cells", "buffer")}
-            before[name] = texts
-            changes[name] = {key: picture[key] for key in changed}
-        place = message["transport"] | {"position": position - first, "count": len(history) - first}
-        frames.append({"transport": place, "changes": changes, "buffers": [base64.b64encode(b).decode() for b in buffers]})
-    title = heading(history.config) + (f"; the last {MOST_STEPS:,} steps of {len(history):,}" if first else "")
-    found = [[position - first, kind] for position, kind in marks(history.records[first:], first)]
-    return {"shown": [[f.name, f.title, f.question] for f in figures], "heading": title, "frames": frames, "marks": found}
+        frames.append(_frame(sender, viewer, first, whole=not frames))
+        if len(frames) == CHUNK or position == last:
+            chunks.append(_packed(frames))
+            frames.clear()
+    opening = {
+        "shown": [[figure.name, figure.title, figure.question] for figure in figures],
+        "heading": heading(history.config) + (f"; the last {last + 1 - first:,} steps of {last + 1:,}" if first else ""),
+        "marks": marks(history.records[first:], first),
+        "first": first,
+        "count": last + 1,
+        "size": CHUNK,
+        "frame": _frame(Sender(figures), viewer, first, whole=True),
+    }
+    return opening, chunks
+
+
+def _frame(sender: Sender, viewer: _Viewer, first: int, whole: bool) -> dict[str, Any]:
+    message, buffers = sender.frame(viewer, whole)  # type: ignore[arg-type]
+    texts = [base64.b64encode(buffer).decode() for buffer in buffers]
+    return {"transport": message["transport"] | {"first": first}, "changes": message["pictures"], "buffers": texts}
+
+
+def _packed(content: Any) -> str:
+    """JSON, gzipped, in base64."""
+    return base64.b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
 
 
 class _Viewer:
@@ -111,14 +123,14 @@ class _Viewer:
         self.speed = player.speed
 
 
-def _page(recorded: dict[str, Any], packed: str, still: str) -> str:
-    names = [name for name, _, _ in recorded["shown"]]
-    module = script(names).replace("</", "<\\/") + "\n" + static_text("page.js")
+def _page(opening: dict[str, Any], chunks: list[str], still: str) -> str:
+    names = [name for name, _, _ in opening["shown"]]
+    module = script(names).replace("</", "<\\/") + "\n" + static_text("page.js").replace("</", "<\\/")
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>refimpl: {escape(recorded["heading"])}</title>
+<title>refimpl: {escape(opening["heading"])}</title>
 <style>
 body {{ margin: 0; }}
 {style(names)}
@@ -127,7 +139,7 @@ body {{ margin: 0; }}
 <noscript>{still}</noscript>
 <script type="module">
 {module}
-openPage("{packed}", document.getElementById("view"));
+openPage("{_packed(opening)}", {json.dumps(chunks)}, document.getElementById("view"));
 </script>
 </html>
 """

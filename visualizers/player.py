@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -23,6 +24,7 @@ SHARE = 0.03
 """Of the wall time, for drawing."""
 MOST_FRAMES = 20
 """A second."""
+TRIES = 3
 SPEEDS = (2, 8, 20, 60)
 """Steps a second when a log is played."""
 
@@ -76,15 +78,18 @@ class Player:
         with self._lock:
             log_ = self._log()
             if log_ is not None:
-                last = self.history.records[-1].step if len(self.history) else -1
-                new = [record for record in tuple(log_.records) if record.step > last]
+                new = _newer(log_, self.history.records[-1].step if len(self.history) else -1)
                 if new and len(self.history) and len(new) == log_.records.maxlen:
                     self.history = History(log_)
                 else:
                     for record in new:
                         self.history.append(record)
-            if self.live:
-                self.position = len(self.history) - 1
+            last = len(self.history) - 1
+            self.position = last if self.live else max(min(self.position, last), self._least())
+
+    def _least(self) -> int:
+        """The first position there is: -1 before any record."""
+        return self.history.first if len(self.history) else -1
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener()`` after each change that is to be drawn. Returns what ends it."""
@@ -120,7 +125,7 @@ class Player:
         with self._lock:
             self.catch_up()
             last = len(self.history) - 1
-            self.position = max(-1 if last < 0 else 0, min(position, last))
+            self.position = max(self._least(), min(position, last))
             self.live = self.engine is None and self.position == last
             self._poke()
 
@@ -144,7 +149,7 @@ class Player:
             if not self.history.records:
                 return
             if self.position >= len(self.history) - 1:
-                self.position = 0
+                self.position = self.history.first
             self.live, self.playing = False, True
             self._poke()
 
@@ -170,13 +175,10 @@ class Player:
         """Go to the next step that preempts, from the beginning again after the last. False: there is none."""
         with self._lock:
             self.catch_up()
-            count = len(self.history)
-            for offset in range(1, count + 1):
-                position = (self.position + offset) % count
-                if self.history.records[position].preempted:
-                    self.seek(position)
-                    return True
-            return False
+            found = [at for at, record in enumerate(self.history.records, self.history.first) if record.preempted]
+            if found:
+                self.seek(next((position for position in found if position > self.position), found[0]))
+            return bool(found)
 
     # ------------------------------------------------------------------ the thread
 
@@ -219,6 +221,17 @@ class Player:
             self.position = min(self.position + due, len(self.history) - 1)
             if self.position == len(self.history) - 1:
                 self.playing, self.live = False, self.engine is None
+
+
+def _newer(log_: EventLog, step: int) -> list[StepRecord]:
+    """Records of later steps, from the log's end on: what was there before is not looked at again."""
+    for _ in range(TRIES):
+        try:
+            found = list(takewhile(lambda record: record.step > step, reversed(log_.records)))
+            return found[::-1]
+        except RuntimeError:  # the engine's thread took a step in between
+            continue
+    return [record for record in tuple(log_.records) if record.step > step]
 
 
 _PLAYERS: WeakKeyDictionary[EventLog, Player] = WeakKeyDictionary()

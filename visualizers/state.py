@@ -9,17 +9,20 @@ Nothing here imports the engine: an event log is all it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+import numpy as np
 
 from refimpl.events import StepRecord, describe
-from refimpl.outputs import Decision, Finish
+from refimpl.outputs import NO_TOKEN, Decision, Finish
+from refimpl.visualizers.blocks import Blocks, BlockState
 from refimpl.visualizers.words import letters
 
 Phase = Literal["waiting", "running", "preempted", "padding", "finished"]
-NULL_BLOCK = 0
 NUM_HUES = 8
 NEUTRAL = NUM_HUES
 """The hue of the ninth request alive at once, and of all beyond: told apart by letter alone."""
@@ -38,7 +41,10 @@ class SequenceState:
     name: str
     """The name that people gave it: the request's id, and ``/1`` for its second sample."""
     num_prompt_tokens: int
-    token_texts: list[str]
+    texts: list[str]
+    """Of tokens, as many as any state of the log has come to know: states share this list, which only grows."""
+    num_tokens: int
+    """How many are known at this moment."""
     arrived_at: float
     """Seconds of the log."""
     arrived_step: int
@@ -50,42 +56,22 @@ class SequenceState:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     parent: int | None = None
-    token_times: list[float] = field(default_factory=list)
-    """When each output token became known, in seconds of the log."""
     finish_reason: str | None = None
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens that are known."""
-        return len(self.token_texts) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def token_texts(self) -> list[str]:
+        """The texts of all tokens that are known."""
+        return self.texts[: self.num_tokens]
 
     @property
     def ended(self) -> bool:
         """Whether nothing more comes of it for its user."""
         return self.phase in ("finished", "padding")
-
-
-@dataclass(frozen=True, slots=True)
-class BlockState:
-    """One block: its owners, how full it is, and whether its content can be found by others."""
-
-    block_id: int
-    owners: tuple[int, ...]
-    """Sequence ids, in order of age."""
-    index: int
-    """Which block of its owners' tables it is; -1 without owners."""
-    fill: int
-    """Slots that hold a token."""
-    published: bool
-
-    @property
-    def kind(self) -> Literal["null", "free", "cached", "owned", "shared"]:
-        """What to draw."""
-        if self.block_id == NULL_BLOCK:
-            return "null"
-        if not self.owners:
-            return "cached" if self.published else "free"
-        return "shared" if len(self.owners) > 1 else "owned"
 
 
 class State:
@@ -109,12 +95,7 @@ class State:
         """All that have not ended, and those that ended in the last record, by id."""
         self.num_requests = 0
         self.num_finished = 0
-        self.changed: set[int] = set()
-        """Blocks that may look different since somebody last cleared this set."""
-        self._owners: dict[int, list[int]] = {}
-        self._index: dict[int, int] = {}
-        self._published: set[int] = set()
-        self._num_shared = self._num_cached = 0
+        self.blocks = Blocks(self.num_blocks)
         self._ended: list[int] = []
         """Of the last record; the next one forgets them."""
         self._resting_hues = list(range(NUM_HUES))
@@ -126,30 +107,35 @@ class State:
 
     def block(self, block_id: int) -> BlockState:
         """A block as it is now."""
-        owners = self._owners.get(block_id, ())
-        published = block_id in self._published
+        owners, published = tuple(self.blocks.owners(block_id)), self.blocks.is_published(block_id)
         if not owners:
             return BlockState(block_id, (), -1, self.block_size if published else 0, published)
-        index = self._index[block_id]
+        index = self.blocks.index(block_id)
         filled = max(self.sequences[owner].num_computed_tokens for owner in owners) - index * self.block_size
-        return BlockState(block_id, tuple(sorted(owners)), index, min(self.block_size, max(0, filled)), published)
+        return BlockState(block_id, owners, index, min(self.block_size, max(0, filled)), published)
 
-    def blocks(self) -> Iterator[BlockState]:
-        """All of them, the null block first. O(num_blocks)."""
-        return (self.block(block_id) for block_id in range(self.num_blocks + 1))
+    def fills(self) -> np.ndarray[Any, Any]:
+        """By block id, slots that hold a token. Only the blocks at the ends of tables are looked at one by one."""
+        size, num_owners = self.block_size, self.blocks.num_owners
+        filled = np.where((num_owners > 0) | (self.blocks.published > 0), size, 0)
+        for sequence in self.sequences.values():
+            computed, table = sequence.num_computed_tokens, sequence.table
+            for index in range(computed // size, len(table)):
+                one, own = table[index], min(size, max(0, computed - index * size))
+                filled[one] = own if self.blocks.count(one) < 2 else self.block(one).fill
+        return filled
 
     def num_owners(self, block_id: int) -> int:
         """In how many tables a block stands."""
-        return len(self._owners.get(block_id, ()))
+        return self.blocks.count(block_id)
 
     def shared_blocks(self, most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """(block, its owners' sequence ids) of blocks in several tables, at most so many."""
-        found = ((block_id, tuple(sorted(owners))) for block_id, owners in self._owners.items() if len(owners) > 1)
-        return islice(found, most)
+        return islice(((block_id, tuple(owners)) for block_id, owners in self.blocks.shared.items()), most)
 
     def counts(self) -> dict[str, int]:
         """Usable blocks by kind: owned by one, shared, cached, free. They sum to ``num_blocks``."""
-        used, shared, cached = len(self._owners), self._num_shared, self._num_cached
+        used, shared, cached = self.blocks.num_used, len(self.blocks.shared), self.blocks.num_cached
         return {"owned": used - shared, "shared": shared, "cached": cached, "free": self.num_blocks - used - cached}
 
     def alive(self) -> list[SequenceState]:
@@ -183,12 +169,12 @@ class State:
         for arrival in record.arrived:
             self._arrive(arrival, record)
         if record.cache_changes.reset:
-            self._forget(tuple(self._published))
+            self.blocks.unpublish_all()
         for finish in (*record.aborted, *record.exhausted):
             self._end(finish)
         for preemption in record.preempted:
             self._preempt(preemption.sequence_id)
-        self._forget(record.cache_changes.evicted)
+        self.blocks.unpublish(record.cache_changes.evicted)
         for parent, child in record.forks:
             if child in self.sequences:
                 self.sequences[child].parent = parent
@@ -204,26 +190,23 @@ class State:
                 self._extend(sequence, block_ids)
         for copy in record.copies:
             if (sequence := self._living(by_slot.get(copy.slot))) is not None:
-                self._disown(sequence.sequence_id, copy.source)
+                self.blocks.disown(sequence.sequence_id, (copy.source,))
                 sequence.table[copy.index] = copy.target
-                self._own(sequence.sequence_id, copy.target, copy.index)
-        for block_id in record.cache_changes.published:
-            if block_id not in self._published:
-                self._published.add(block_id)
-                self._num_cached += block_id not in self._owners
-        self.changed.update(record.cache_changes.published)
+                self.blocks.own(sequence.sequence_id, (copy.target,), copy.index)
+        self.blocks.publish(record.cache_changes.published)
 
     def _draw(self, record: StepRecord) -> None:
         """What the step computed: keys and values, tokens, ends."""
+        sequences = self.sequences
         for sequence_id, num_new_tokens in zip(record.sequence_ids, record.num_new_tokens, strict=True):
-            if (sequence := self._living(sequence_id)) is not None:
-                first = sequence.num_computed_tokens // self.block_size
+            if (sequence := sequences.get(sequence_id)) is not None and sequence.phase != "finished":
                 sequence.num_computed_tokens += num_new_tokens
-                self.changed.update(sequence.table[first:])
         for sequence_id, token_id, text in zip(record.sequence_ids, record.token_ids, record.token_texts, strict=False):
-            if token_id >= 0 and (sequence := self._living(sequence_id)) is not None:
-                sequence.token_texts.append(text)
-                sequence.token_times.append(record.updated_at)
+            sequence = sequences.get(sequence_id) if token_id != NO_TOKEN else None
+            if sequence is not None and sequence.phase != "finished":
+                if len(sequence.texts) == sequence.num_tokens:
+                    sequence.texts.append(text)
+                sequence.num_tokens += 1
         for finish in record.finished:
             self._end(finish)
 
@@ -245,7 +228,8 @@ class State:
                 letter=f"{letter}·{index}" if several else letter,
                 name=f"{arrival.request_id}/{index}" if several else arrival.request_id,
                 num_prompt_tokens=len(arrival.token_ids),
-                token_texts=list(arrival.token_texts),
+                texts=list(arrival.token_texts),
+                num_tokens=len(arrival.token_texts),
                 arrived_at=record.scheduled_at,
                 arrived_step=record.step,
             )
@@ -264,7 +248,9 @@ class State:
         """A sequence whose arrival is not in the log any more."""
         name = f"sequence {sequence_id}"
         self._alive_of[sequence_id] = 1
-        self.sequences[sequence_id] = SequenceState(sequence_id, name, sequence_id, f"?{sequence_id}", name, 0, [], 0.0, 0)
+        self.sequences[sequence_id] = SequenceState(
+            sequence_id, name, sequence_id, f"?{sequence_id}", name, 0, [], 0, 0.0, 0
+        )
 
     def _preempt(self, sequence_id: int) -> None:
         if (sequence := self._living(sequence_id)) is not None:
@@ -296,52 +282,54 @@ class State:
                 self._resting_hues.append(hue)
 
     def _release(self, sequence: SequenceState) -> None:
-        for block_id in sequence.table:
-            self._disown(sequence.sequence_id, block_id)
+        self.blocks.disown(sequence.sequence_id, sequence.table)
         sequence.table = []
 
-    def _extend(self, sequence: SequenceState, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            self._own(sequence.sequence_id, block_id, len(sequence.table))
-            sequence.table.append(block_id)
+    def _extend(self, sequence: SequenceState, block_ids: Sequence[int]) -> None:
+        self.blocks.own(sequence.sequence_id, block_ids, len(sequence.table))
+        sequence.table.extend(block_ids)
 
-    def _own(self, sequence_id: int, block_id: int, index: int) -> None:
-        owners = self._owners.setdefault(block_id, [])
-        owners.append(sequence_id)
-        self._num_shared += len(owners) == 2
-        self._num_cached -= len(owners) == 1 and block_id in self._published
-        self._index[block_id] = index
-        self.changed.add(block_id)
+    # ------------------------------------------------------------------ keeping
 
-    def _disown(self, sequence_id: int, block_id: int) -> None:
-        owners = self._owners[block_id]
-        owners.remove(sequence_id)
-        self._num_shared -= len(owners) == 1
-        if not owners:
-            self._num_cached += block_id in self._published
-            del self._owners[block_id], self._index[block_id]
-        self.changed.add(block_id)
+    def prefilling(self) -> list[int]:
+        """Sequences that compute tokens which were known before: they end one behind, or without an own token."""
+        running = (one for one in self.sequences.values() if one.phase == "running")
+        return [s.sequence_id for s in running if not s.num_output_tokens or s.num_computed_tokens < s.num_tokens - 1]
 
-    def _forget(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            if block_id in self._published:
-                self._published.remove(block_id)
-                self._num_cached -= block_id not in self._owners
-        self.changed.update(block_ids)
+    def keep(self) -> Kept:
+        """All of the state in little room: tables, and a bit a block. O(what is alive)."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        books = {name: getattr(self, name).copy() for name in _BOOKS}
+        alive = [replace(one, table=array("i", one.table)) for one in self.sequences.values()]  # type: ignore[arg-type]
+        return Kept(self.config, numbers, books, alive, self.blocks.findable())
 
-    def copy(self) -> State:
-        """The same state, apart from this one. O(what is alive)."""
-        other = State(self.config)
-        other.record, other.truncated = self.record, self.truncated
-        other.num_requests, other.num_finished = self.num_requests, self.num_finished
-        other.sequences = {
-            sequence_id: replace(s, table=list(s.table), token_texts=list(s.token_texts), token_times=list(s.token_times))
-            for sequence_id, s in self.sequences.items()
-        }
-        other._owners = {block_id: list(owners) for block_id, owners in self._owners.items()}
-        other._index, other._published = dict(self._index), set(self._published)
-        other._num_shared, other._num_cached = self._num_shared, self._num_cached
-        other._resting_hues, other._hue_of = list(self._resting_hues), dict(self._hue_of)
-        other._alive_of = dict(self._alive_of)
-        other._ended = list(self._ended)
-        return other
+    @classmethod
+    def of(cls, kept: Kept) -> Self:
+        """A state as it was when it was kept."""
+        state = cls(kept.config)
+        for name, number in kept.numbers.items():
+            setattr(state, name, number)
+        for name, book in kept.books.items():
+            setattr(state, name, book.copy())
+        for one in kept.alive:
+            sequence = state.sequences[one.sequence_id] = replace(one, table=list(one.table))
+            state.blocks.own(sequence.sequence_id, sequence.table, 0)
+        state.blocks.publish_as(kept.findable)
+        return state
+
+
+_NUMBERS = ("record", "truncated", "num_requests", "num_finished")
+_BOOKS = ("_resting_hues", "_hue_of", "_alive_of", "_ended")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What :meth:`State.keep` keeps."""
+
+    config: dict[str, Any]
+    numbers: dict[str, Any]
+    books: dict[str, Any]
+    alive: list[SequenceState]
+    """Their tables are packed."""
+    findable: Any
+    """Of :meth:`refimpl.visualizers.blocks.Blocks.findable`."""

@@ -16,17 +16,19 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
+
+import numpy as np
 
 from refimpl.visualizers.figure import count
 from refimpl.visualizers.frames import why
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import DARK, LIGHT, Palette, on
 from refimpl.visualizers.state import NEUTRAL, SequenceState, State
-from refimpl.visualizers.timeline_rows import Timeline, timeline_of
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
+from refimpl.visualizers.timelines import timeline_of
 
 FREE, CACHED, NULL, MANY_OWNERS = "·", "░", "∅", "+"
 DECODES = "▁▂▄▆▇"
@@ -155,7 +157,7 @@ def _together(cells: list[Cell]) -> Cell:
 def _cells(state: State) -> list[Cell]:
     """Every block, the null block first. From the tables, which are shorter than the pool: O(blocks in use)."""
     cells: list[Cell] = [(FREE, "ink3")] * (state.num_blocks + 1)
-    for block_id in state._published:
+    for block_id in np.flatnonzero(state.blocks.published).tolist():
         cells[block_id] = (CACHED, "ink3")
     for sequence in state.alive():
         upper, lower = ((form, _hue_key(sequence.hue)) for form in _letter(sequence))
@@ -180,14 +182,14 @@ def _letter(sequence: SequenceState) -> tuple[str, str]:
 
 def _timeline(history: History, position: int, width: int, room: int, palette: Palette | None) -> list[str]:
     """A line of words, then a line for each sequence that is there in the window; the last column is for ends."""
-    if position < 0 or not history.records:
+    if position < history.first or not history.records:
         return ["no requests yet"]
     position = min(position, len(history) - 1)
     timeline = timeline_of(history)
     state = history.state_at(position)
     widest = _rows(timeline, state, position + 4 - width, position)
     label = max(len(row.letter) for row in widest) if widest else 1
-    first = max(0, position + 1 - (width - label - 2))
+    first = max(history.first, position + 1 - (width - label - 2))
     rows = _rows(timeline, state, first, position)
     shown = _choose(rows, position, room - 1)
     lines = [f"steps {history.records[first].step:,} to {history.records[position].step:,}, a column each"[:width]]
@@ -204,9 +206,7 @@ def _timeline(history: History, position: int, width: int, room: int, palette: P
 
 def _rows(timeline: Timeline, state: State, first: int, position: int) -> list[Row]:
     """Who is there at a position, and who came, went or changed since column ``first``."""
-    events = timeline.event_columns
-    changed = timeline.event_rows[bisect_left(events, first) : bisect_right(events, position + 1)]
-    found = {timeline.rows[index] for index in changed}
+    found = {timeline.rows[index] for index in timeline.presence.between(first, position + 2)}
     found |= {timeline.row_of[sequence.sequence_id] for sequence in state.alive() if sequence.sequence_id in timeline.row_of}
     return sorted((row for row in found if row.arrived <= position), key=lambda row: row.index)
 

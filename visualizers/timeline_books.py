@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from refimpl.events import StepRecord
 from refimpl.visualizers.state import State
+from refimpl.visualizers.tail import Tail
+from refimpl.visualizers.timeline_runs import WAITS, Row
 
 
 class CountingState(State):
@@ -15,11 +18,6 @@ class CountingState(State):
 
     A step that draws tokens for sequences which go on costs nothing but its new blocks.
     """
-
-    def apply(self, record: StepRecord) -> None:
-        """Take the next record of the log."""
-        super().apply(record)
-        self.changed.clear()
 
     def _draw(self, record: StepRecord) -> None:
         for finish in record.finished:
@@ -46,6 +44,61 @@ class Column(NamedTuple):
     num_preemptions: int
     waits: tuple[int, ...]
     """Steps that sequences have waited, by cause."""
+
+
+PAGE = 60
+"""Every so many columns it is noted who holds a slot or waits."""
+
+
+class Presence:
+    """Which rows came and went when: what a window needs to know which rows to show.
+
+    Args:
+        first: the first column.
+        present: rows that hold a slot, or head the queue, before it.
+
+    """
+
+    def __init__(self, first: int, present: list[int]) -> None:
+        self.columns: list[int] = []
+        """Where a row came, took a slot, gave it back, or went; ``rows`` says which."""
+        self.rows: list[int] = []
+        self._pages: Tail[list[int]] = Tail([present], first // PAGE)
+        """Before every ``PAGE``-th column: the rows that hold a slot, and the first of the queue."""
+
+    def change(self, column: int, row: int) -> None:
+        """A row comes, goes, takes a slot or gives it back."""
+        self.columns.append(column)
+        self.rows.append(row)
+
+    def page_ends(self, column: int) -> bool:
+        """Whether ``page`` is to be called before this column."""
+        return column // PAGE >= len(self._pages)
+
+    def page(self, present: list[int]) -> None:
+        """Who is there where a page begins."""
+        self._pages.append(present)
+
+    def around(self, column: int, present: list[int]) -> list[int]:
+        """Rows that were there at the page's edges before and after a column; ``present`` are there now."""
+        page = max(column // PAGE, self._pages.first)
+        return [*self._pages[page], *(self._pages[page + 1] if page + 1 < len(self._pages) else present)]
+
+    def between(self, first: int, last: int) -> list[int]:
+        """Rows that came or went from column ``first`` up to ``last``, in order, as often as they did."""
+        return self.rows[bisect_left(self.columns, first) : bisect_left(self.columns, last)]
+
+    def nearest(self, first: int, last: int, middle: int, most: int) -> list[int]:
+        """The same, at most so many of them on each side of a column."""
+        start, end = bisect_left(self.columns, first), bisect_left(self.columns, last)
+        at = min(max(bisect_right(self.columns, middle), start), end)
+        return self.rows[max(start, at - most) : min(end, at + most)]
+
+    def forget(self, first: int) -> None:
+        """Let go of what was before a column."""
+        gone = bisect_left(self.columns, first)
+        del self.columns[:gone], self.rows[:gone]
+        self._pages.forget(first // PAGE)
 
 
 class Arrivals:
@@ -76,9 +129,15 @@ class Arrivals:
         return min(record.scheduled_at, told - self._clock_start)
 
 
-CAUSES = ("memory", "a slot", "the budget", "the batch to end", "other reasons")
-"""What sequences wait for. The last one is no reason of the scheduler's: nobody is admitted in a step that preempts."""
-MEMORY, SLOT, BUDGET, BATCH, OTHER = range(len(CAUSES))
+CAUSES = (
+    *("memory", "a slot", "the budget", "the batch to end"),
+    *("a step that preempts", "a token on its way", "reasons told before this log"),
+)
+"""What sequences wait for. The last three are no decisions of the log: nobody is admitted in a step that preempts, and who
+was preempted comes back when the token that was on its way to it is known."""
+MEMORY, SLOT, BUDGET, BATCH, PREEMPTION, IN_FLIGHT, BEFORE = range(len(CAUSES))
+LATE = 2
+"""Steps that a token may be on its way."""
 _CAUSE_OF = {
     "waits_blocks": MEMORY,
     "waits_watermark": MEMORY,
@@ -92,6 +151,40 @@ _CAUSE_OF = {
 def cause_of(kind: str) -> int | None:
     """What a sequence waits for by a decision of this kind; None if it is no wait."""
     return _CAUSE_OF.get(kind)
+
+
+class Waits:
+    """Steps that sequences have waited, by cause, and requests that have waited at all."""
+
+    def __init__(self) -> None:
+        self.steps = [0] * len(CAUSES)
+        self.num_requests = 0
+        self._requests: set[str] = set()
+        """Those that have waited and are kept."""
+        self._rows: list[Row] = []
+        """That came to wait since the last step was counted."""
+
+    def begin(self, row: Row) -> None:
+        """A row waits, if it still does at the end of the step."""
+        self._rows.append(row)
+
+    def count(self, hold: Hold | None, num_queued: int, since_preemption: int, idle: Iterable[Row]) -> None:
+        """A step is over: the queue waits for what its head does, and rows with a slot for blocks or for the budget."""
+        cause = cause_of(hold.kind) if hold is not None and hold.until is None else None
+        if cause is None:
+            cause = PREEMPTION if since_preemption == 0 else IN_FLIGHT if since_preemption <= LATE else BEFORE
+        self.steps[cause] += num_queued
+        for row in idle:
+            self.steps[MEMORY if row.pauses else BUDGET] += 1
+        for row in self._rows:
+            if row.state in WAITS and row.request_id not in self._requests:
+                self._requests.add(row.request_id)
+                self.num_requests += 1
+        self._rows.clear()
+
+    def forget(self, kept: set[str]) -> None:
+        """Let go of the names of all requests but these."""
+        self._requests &= kept
 
 
 @dataclass(slots=True)
@@ -157,6 +250,11 @@ class Holds:
         while index >= 0 and self.for_memory[index].until == self.for_memory[index].since:
             index -= 1  # another reason was told in the same step
         return self.for_memory[index] if index >= 0 else None
+
+    def forget(self, first: int) -> None:
+        """Let go of those that ended before a column."""
+        self.all = [hold for hold in self.all if hold.until is None or hold.until >= first]
+        self.for_memory = [hold for hold in self.for_memory if hold.until is None or hold.until >= first]
 
     def _add(self, hold: Hold) -> None:
         self.all.append(hold)

@@ -17,14 +17,17 @@ class Overview:
 
     Args:
         num_states: states are numbers below this, by priority: the highest of a cell is what it shows.
+        first: the first column; what was before is not known, and stays empty.
 
     """
 
-    def __init__(self, num_states: int) -> None:
+    def __init__(self, num_states: int, first: int = 0) -> None:
         self.steps_per_bin = 1
+        while first // self.steps_per_bin >= BINS:
+            self.steps_per_bin *= 2
         self.rows_per_line = 1
         self._num_states = num_states
-        self._num_bins = 0
+        self._num_bins = first // self.steps_per_bin
         self._cells: list[bytearray] = []
         self._counts: list[list[int]] = []
         """By line and state, the rows that are in it now."""

@@ -12,20 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from refimpl.events import ArrivalRecord, RowKinds, StepRecord, describe
 from refimpl.outputs import NO_TOKEN, Decision, Finish
-from refimpl.visualizers.history import History
+from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import (
-    BUDGET,
-    CAUSES,
-    MEMORY,
-    OTHER,
     Arrivals,
     Column,
     CountingState,
     Holds,
+    Presence,
+    Waits,
     cause_of,
 )
 from refimpl.visualizers.timeline_overview import Overview
@@ -47,10 +44,8 @@ from refimpl.visualizers.timeline_runs import (
     Row,
 )
 
-__all__ = ["Column", "Timeline", "timeline_of"]
+__all__ = ["Column", "Timeline"]
 
-PAGE = 60
-"""Every so many columns it is noted who holds a slot or waits."""
 QUEUE_NOTED = 64
 """Of a long queue, only the first ones are."""
 _SAYS_NO_MORE = frozenset(("decoding",))
@@ -62,17 +57,18 @@ class Timeline:
 
     Args:
         config: the log header's ``config``.
+        state: where the records begin at column ``first`` and not with the run, the state before.
 
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.rows: list[Row] = []
+    def __init__(self, config: dict[str, Any], state: CountingState | None = None, first: int = 0) -> None:
+        self.rows: Tail[Row] = Tail()
         """In order of arrival."""
         self.row_of: dict[int, Row] = {}
         """By sequence."""
-        self.columns: list[Column] = []
+        self.columns: Tail[Column] = Tail(first=first)
         self.holds = Holds()
-        self.overview = Overview(len(STATES))
+        self.overview = Overview(len(STATES), first)
         self.most_drawn = 1
         """The most tokens that a row drew in one step."""
         self.most_tokens = 0
@@ -83,14 +79,11 @@ class Timeline:
         """Steps for which a slot was held, over all rows; and those by sequences that had ended."""
         self.started_at: float | None = None
         self.ended_at = 0.0
-        self.event_columns: list[int] = []
-        """Where a row came, took a slot, gave it back, or went; ``event_rows`` says which."""
-        self.event_rows: list[int] = []
-        self.pages: list[list[int]] = []
-        """Before every ``PAGE``-th column: the rows that hold a slot, and the first of the queue."""
-        self._state = CountingState(config)
-        self._can_follow = bool(config.get("enable_kv_cache", True))
-        self._kinds = RowKinds()
+        self.presence = Presence(first, [])
+        self._state = CountingState(config) if state is None else state
+        shares = config.get("can_share", not config.get("reserved_blocks"))  # logs of 0.1 do not tell
+        self._can_follow = bool(config.get("enable_kv_cache", True) and shares)
+        self._kinds = RowKinds(() if state is None else state.prefilling())
         self._arrivals = Arrivals()
         self._holding: dict[int, Row] = {}
         """Rows that hold a slot, by index."""
@@ -103,36 +96,62 @@ class Timeline:
         """Rows of sequences that have ended and hold no slot."""
         self._untold: dict[int, list[Decision]] = {}
         """Decisions about sequences whose arrival a later record tells."""
-        self._may_wait: list[Row] = []
-        self._waited: set[str] = set()
         self._num_requests = self._num_preemptions = 0
-        self._waits = [0] * len(CAUSES)
+        self._last_preemption = -(10**9)
+        """Its column."""
+        self._waits = Waits()
         self._steady: tuple[Any, ...] | None = None
         """The last record's batch, if another of the same rows would do the same."""
         self._computed = (0, 0, 0)
+        if state is not None:
+            self._begin_with(state)
 
     def __len__(self) -> int:
         return len(self.columns)
 
+    def _begin_with(self, state: CountingState) -> None:
+        """Rows of all that are alive before the first column: what each did is known from there on."""
+        self._num_requests = len({sequence.request_id for sequence in state.alive()})
+        for known in state.alive():
+            row = self._add(known.sequence_id, known.request_id, known.letter, known.name, known.arrived_at, True)
+            row.hue = known.hue
+            if known.slot is not None:
+                self._holding[row.index] = row
+            phases = {"waiting": WAITING, "preempted": QUEUED, "padding": PADDING}
+            self._set(row, len(self), phases.get(known.phase, IDLE))
+        self.presence = Presence(len(self), self._present())
+
     def around(self, column: int) -> list[int]:
         """Rows that held a slot, or headed the queue, at the page's edges before and after a column."""
-        page = column // PAGE
-        after = self.pages[page + 1] if page + 1 < len(self.pages) else self._present()
-        return [*self.pages[page], *after] if self.pages else after
+        return [index for index in self.presence.around(column, self._present()) if index >= self.rows.first]
+
+    def forget(self, first: int) -> None:
+        """Let go of all before a column, and of the rows that had gone by then. The overview stays that of the whole log."""
+        if first <= self.columns.first:
+            return
+        self.columns.forget(first)
+        self.holds.forget(first)
+        self.presence.forget(first)
+        kept = next((row.index for row in self.rows if row.gone is None or row.gone >= first), len(self.rows))
+        for row in self.rows[:kept]:
+            if self.row_of.get(row.sequence_id) is row:
+                del self.row_of[row.sequence_id]
+        self.rows.forget(kept)
+        self._waits.forget({row.request_id for row in self.rows})
 
     def _present(self) -> list[int]:
         return [*self._holding, *islice(self._queue, QUEUE_NOTED)]
 
     def extend(self, records: Sequence[StepRecord]) -> None:
         """Take those of a history's records that are new."""
-        for index in range(len(self.columns), len(records)):
-            self.append(records[index])
+        for record in records[len(self.columns) :]:
+            self.append(record)
 
     def append(self, record: StepRecord) -> None:
         """Take the next record of the log."""
         column = len(self.columns)
-        if column % PAGE == 0:
-            self.pages.append(self._present())
+        if self.presence.page_ends(column):
+            self.presence.page(self._present())
         self._arrivals.note(record)
         self._state.apply(record)
         for arrival in record.arrived:
@@ -201,6 +220,7 @@ class Timeline:
 
     def _preempt(self, sequence_id: int, mode: str) -> None:
         self._num_preemptions += 1
+        self._last_preemption = len(self)
         self._steady = None
         if (row := self.row_of.get(sequence_id)) is None:
             return
@@ -293,8 +313,7 @@ class Timeline:
         self._counts[state] += 1
         self.overview.change(row.index, old, state)
         if old not in WITH_SLOT or state not in WITH_SLOT:
-            self.event_columns.append(column)
-            self.event_rows.append(row.index)
+            self.presence.change(column, row.index)
         if state in QUEUE and old not in QUEUE:
             self._queue[row.index] = row
             self.holds.queued(row.index, column)
@@ -302,19 +321,12 @@ class Timeline:
             del self._queue[row.index]
             self.holds.left(row.index, column)
         if state in WAITS:
-            self._may_wait.append(row)
+            self._waits.begin(row)
 
     def _count(self, record: StepRecord) -> None:
         """Close the column: blocks, tokens, and what everyone who waits waits for."""
-        hold = self.holds.last
-        cause = cause_of(hold.kind) if hold is not None and hold.until is None else None
-        self._waits[OTHER if cause is None else cause] += len(self._queue)
-        if self._counts[IDLE]:
-            for row in self._holding.values():
-                if row.state == IDLE:
-                    self._waits[MEMORY if row.pauses else BUDGET] += 1
-        self._waited.update(row.request_id for row in self._may_wait if row.state in WAITS)
-        self._may_wait.clear()
+        idle = [row for row in self._holding.values() if row.state == IDLE] if self._counts[IDLE] else []
+        self._waits.count(self.holds.last, len(self._queue), len(self) - self._last_preemption, idle)
         self.num_drawn += len(record.token_ids) - record.token_ids.count(NO_TOKEN) + sum(record.num_accepted)
         self.padded_steps += self._counts[PADDING]
         self.slot_steps += sum(self._counts[state] for state in WITH_SLOT)
@@ -328,23 +340,11 @@ class Timeline:
                 *self._computed,
                 *(blocks["owned"], blocks["shared"], blocks["cached"]),
                 sum(self._counts[FOLLOWS:]),
-                *(self._num_requests, len(self._waited), self._num_preemptions),
-                tuple(self._waits),
+                *(self._num_requests, self._waits.num_requests, self._num_preemptions),
+                tuple(self._waits.steps),
             )
         )
 
 
 def _rows(record: StepRecord) -> tuple[Any, ...]:
     return record.sequence_ids, record.num_new_tokens, record.token_ids.count(NO_TOKEN)
-
-
-_TIMELINES: WeakKeyDictionary[History, Timeline] = WeakKeyDictionary()
-
-
-def timeline_of(history: History) -> Timeline:
-    """The one timeline of a history, with all of its records."""
-    timeline = _TIMELINES.get(history)
-    if timeline is None:
-        timeline = _TIMELINES[history] = Timeline(history.config)
-    timeline.extend(history.records)
-    return timeline

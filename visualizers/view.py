@@ -15,7 +15,7 @@ import traitlets
 
 from refimpl.errors import RefimplError
 from refimpl.visualizers import static_html
-from refimpl.visualizers.figure import Figure, plain
+from refimpl.visualizers.figure import WIDTH, Figure, plain
 from refimpl.visualizers.frames import Sender
 from refimpl.visualizers.page import heading, script, style
 from refimpl.visualizers.player import Player
@@ -102,6 +102,13 @@ class View(anywidget.AnyWidget):
             self.player.catch_up()
         self._send_frame(whole=True)
 
+    def _width(self, message: dict[str, Any]) -> None:
+        """A browser has so much room: a figure may show more, or must show less."""
+        width = max(1, min(int(message["width"]), WIDTH))
+        if width != self._sender.width:
+            self._sender.width = width
+            self._draw()
+
     def _seek(self, message: dict[str, Any]) -> None:
         self.player.seek(int(message["position"]))
 
@@ -178,6 +185,7 @@ class View(anywidget.AnyWidget):
 _ACTIONS: dict[str, Callable[[View, dict[str, Any]], None]] = {
     "hello": View._hello,
     "seek": View._seek,
+    "width": View._width,
     "step": View._step,
     "engine_step": View._engine_step,
     "hold": View._hold,
@@ -192,11 +200,14 @@ _ACTIONS: dict[str, Callable[[View, dict[str, Any]], None]] = {
 
 
 def _answer_where_asked(comm: Any) -> None:
-    """Have a comm's messages handled in the subshell that the front end names.
+    """Have a comm's messages handled while a cell runs: in the subshell that the front end names, else between two steps.
 
-    ipykernel 7.4 sends them to the shell in which the comm was last spoken through instead. A cell opens it, and frames come
-    from a thread that counts to that cell's shell: so every click would wait until the cell has run.
+    The mark is for :mod:`refimpl.comm_messages`. As for subshells, ipykernel 7.4 sends messages to the shell in which the
+    comm was last spoken through instead. A cell opens it, and frames come from a thread that counts to that cell's shell: so
+    every click would wait until the cell has run.
     """
+    if comm is not None:
+        comm.answers_between_steps = True
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda _data, asked: asked
 

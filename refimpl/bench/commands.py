@@ -100,6 +100,28 @@ def batching(
 
 
 @bench.command()
+@with_engine_options
+def widgets(
+    *,
+    pairs: Annotated[int, typer.Option(help="Runs with a dashboard, and as many without, in turn.")] = 7,
+    requests: Annotated[int, typer.Option(help="How many at once.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Of each request.")] = 128,
+    frames: Annotated[int, typer.Option(help="Frames of the large pool.")] = 60,
+    blocks: Annotated[int, typer.Option(help="Of the large pool.")] = 100_000,
+    steps: Annotated[int, typer.Option(help="Of the log that is opened.")] = 10_000,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Live widgets: what they cost the engine, what a frame of a large pool takes, and how soon a long log is open."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.widgets import run
+
+    sizes = {"pairs": pairs, "requests": requests, "tokens": tokens, "frames": frames, "num_blocks": blocks, "steps": steps}
+    report_result(run(engine_options, **sizes), as_json, save)
+
+
+@bench.command()
 def report(
     readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
     claims: Annotated[Path, typer.Option(help="The claims page, which is written anew.")] = Path("notebooks/CLAIMS.md"),

@@ -1,9 +1,10 @@
-"""Which device and which dtype: what "auto" means, and what this hardware refuses."""
+"""Which device and which dtype: what "auto" means and why, and what this hardware refuses."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,9 +13,17 @@ from refimpl.errors import ConfigError
 
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """CPU flags of native bfloat16 arithmetic (x86, x86, Arm)."""
+NAMED_FLAGS = ", ".join(sorted(BF16_CPU_FLAGS))
 
 
-def resolve_device(name: str) -> torch.device:
+class Choice(NamedTuple):
+    """What an option comes to on this machine, and why."""
+
+    value: Any
+    reason: str
+
+
+def choose_device(name: str) -> Choice:
     """The torch device of an option; "auto" is the first GPU if there is one.
 
     Raises:
@@ -22,7 +31,11 @@ def resolve_device(name: str) -> torch.device:
 
     """
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        if torch.cuda.is_available():
+            return Choice(torch.device("cuda", 0), "the first GPU")
+        built = torch.version.cuda or torch.version.hip
+        why = "sees no GPU here" if built else "is built for CPUs only"
+        return Choice(torch.device("cpu"), f"torch {torch.__version__} {why}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -34,35 +47,54 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if (device.index or 0) >= count:
             raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {count} GPUs here; use device=cpu")
+    return Choice(device, "as asked for")
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of :func:`choose_device`, without the reason."""
+    device: torch.device = choose_device(name).value
     return device
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> Choice:
     """The torch dtype of an option; "auto" is bfloat16 where the device computes in it natively, else float16 or float32.
 
     Raises:
         ConfigError: the device cannot compute in it.
 
     """
-    native_bf16 = _native_bf16(device)
+    native_bf16, how = _native_bf16(device)
     if name == "auto":
         if native_bf16:
-            return torch.bfloat16
-        return torch.float16 if device.type == "cuda" else torch.float32
+            return Choice(torch.bfloat16, f"native here: {how}")
+        other = torch.float16 if device.type == "cuda" else torch.float32
+        return Choice(other, f"no native bfloat16: {how}")
     if name == "bfloat16" and device.type == "cuda" and not native_bf16:
         raise ConfigError(f"{torch.cuda.get_device_name(device)} has no bfloat16 arithmetic; use dtype=float16")
-    dtype: torch.dtype = getattr(torch, name)
+    return Choice(getattr(torch, name), "as asked for")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of :func:`choose_dtype`, without the reason."""
+    dtype: torch.dtype = choose_dtype(name, device).value
     return dtype
 
 
-def _native_bf16(device: torch.device) -> bool:
+def _native_bf16(device: torch.device) -> tuple[bool, str]:
+    """Whether a device computes in bfloat16, and by what that is known."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        major, minor = torch.cuda.get_device_capability(device)
+        return (major, minor) >= (8, 0), f"compute capability {major}.{minor}, and 8.0 is the least"
+    found = cpu_flags() & BF16_CPU_FLAGS
+    return bool(found), f"the CPU has {', '.join(sorted(found)) or f'none of {NAMED_FLAGS}'}"
+
+
+def cpu_flags() -> frozenset[str]:
+    """The flags of /proc/cpuinfo (all its words); empty where there is none."""
     try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
+        return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return False
-    return bool(words & BF16_CPU_FLAGS)
+        return frozenset()
 
 
 def free_host_memory() -> int:

@@ -8,29 +8,66 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from refimpl.config import RopeConfig
+from refimpl.rope_config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[Tensor, "half"]:
-    """The angle that each pair of dimensions turns by a position: ``theta^(-2i / D)``, rescaled by the configuration.
+    """The angle that each pair of dimensions turns by a position: ``f_i = theta^(-2i / D)``, rescaled by the configuration.
 
-    llama3 scaling (Llama 3.1, section "long context" of Dubey et al. 2024): wavelengths beyond
-    ``original / low_freq_factor`` are slowed by ``factor``, those within ``original / high_freq_factor`` are left, and
-    between them the two are blended.
+    linear (Chen et al. 2023, position interpolation): ``f / factor``. The other kinds change low frequencies more:
+
+    dynamic (NTK-aware scaling by length): the base becomes ``theta · (factor · L / original - (factor - 1))^(D / (D - 2))``
+    for a context of L tokens. transformers takes the length so far for L and turns all keys anew when it grows; a cache
+    holds keys that are turned already, and one sequence's base must not change under it, nor differ from that of another
+    that shares its blocks. So L is fixed for the engine: the original context by default (there the base is theta itself,
+    as in transformers), or the ``max_model_len`` that was asked for: what transformers computes for a text of that
+    length, and at ``factor · original`` tokens what vLLM always computes.
+
+    yarn (Peng et al. 2023, sections 3.2 and 3.3): dimensions that turn more than ``beta_fast`` times over the original
+    context are left, those of fewer than ``beta_slow`` turns are divided by ``factor``, and those between are blended.
+
+    llama3 (Llama 3.1, Dubey et al. 2024): the same by wavelength: those beyond ``original / low_freq_factor`` are slowed
+    by ``factor``, those within ``original / high_freq_factor`` are left, and between them the two are blended.
     """
-    frequencies = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    theta = config.theta
+    if config.kind == "dynamic":
+        length = max(config.context_length or 0, config.original_max_position_embeddings)
+        stretch = config.factor * length / config.original_max_position_embeddings - (config.factor - 1)
+        theta *= stretch ** (head_dim / (head_dim - 2))
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if config.frequency_divisors:
-        return frequencies / torch.tensor(config.frequency_divisors)
-    if config.kind == "default":
+        frequencies = frequencies / torch.tensor(config.frequency_divisors)
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "yarn":
+        kept = _yarn_share_kept(config, head_dim)
+    elif config.kind == "llama3":
+        turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+        kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        kept = kept.clamp(0, 1)
+    else:
         return frequencies
-    turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
-    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * frequencies / config.factor + blend * frequencies
+    return (1 - kept) * frequencies / config.factor + kept * frequencies
+
+
+def _yarn_share_kept(config: RopeConfig, head_dim: int) -> Float[Tensor, "half"]:
+    """How much of each frequency is left as it is: 1 up to the dimension of ``beta_fast`` turns, 0 from ``beta_slow`` on."""
+
+    def dimension(turns: float) -> float:
+        """The (fractional) pair of dimensions that turns so often over the original context."""
+        wavelength = config.original_max_position_embeddings / turns
+        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001  # where both borders fall on one dimension: a step
+    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
 
 
 class RotaryEmbedding(nn.Module):
-    """The cosines and sines of every position, worked out once."""
+    """The cosines and sines of every position, worked out once, times yarn's ``attention_factor``."""
 
     def __init__(
         self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
@@ -40,8 +77,8 @@ class RotaryEmbedding(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         frequencies = inverse_frequencies(config, head_dim).to(wide)
         angles = torch.arange(max_positions, dtype=wide)[:, None] * frequencies
-        self.register_buffer("cos", angles.cos().to(dtype).to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().to(dtype).to(device), persistent=False)
+        self.register_buffer("cos", (angles.cos() * config.attention_factor).to(dtype).to(device), persistent=False)
+        self.register_buffer("sin", (angles.sin() * config.attention_factor).to(dtype).to(device), persistent=False)
         self.cos: Tensor
         self.sin: Tensor
 

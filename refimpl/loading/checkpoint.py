@@ -91,16 +91,25 @@ IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def load_model(
-    checkpoint: Checkpoint, load_format: str, dtype: torch.dtype, device: torch.device, seed: int
+    checkpoint: Checkpoint,
+    load_format: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    max_model_len: int | None = None,
 ) -> LlamaForCausalLM:
     """The model with its weights, in ``dtype`` on ``device``, packed for a CPU.
+
+    ``max_model_len`` is the longest context that it will see, in tokens (None: the model's own); a rotary embedding whose
+    frequencies hang on the context's length is made for that one.
 
     Raises:
         CheckpointError: tensors are missing, extra or misshapen; each is named.
         OutOfMemoryError: this machine cannot hold the weights.
 
     """
-    model = _allocate(checkpoint, dtype, device)
+    config = checkpoint.config if max_model_len is None else checkpoint.config.for_context(max_model_len)
+    model = _allocate(checkpoint, config, dtype, device)
     views = model.checkpoint_views()
     if load_format == "dummy":
         fill_with_random(views, seed)
@@ -110,14 +119,14 @@ def load_model(
     return model
 
 
-def _allocate(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+def _allocate(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
     try:
-        return build_model(checkpoint.config, dtype, device)
+        return build_model(config, dtype, device)
     except RuntimeError as error:
         # torch.OutOfMemoryError is a GPU's; on a CPU the allocator's error has no class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" not in str(error):
             raise
-        needed = checkpoint.config.num_parameters * dtype.itemsize
+        needed = config.num_parameters * dtype.itemsize
         raise OutOfMemoryError(
             f"{checkpoint.name} needs {needed / GIB:.1f} GiB for its weights, more than this machine can give; use a "
             "smaller model or a 16-bit dtype",

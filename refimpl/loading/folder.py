@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+AGAIN = "download the checkpoint again"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -49,18 +50,23 @@ class FolderCheckpoint:
         return [self.folder / name for name in names]
 
     def _names(self) -> list[str]:
-        """One file where there is one, else what the index names: transformers' order."""
+        return sorted(set(self._index().values())) if self._sharded() else [SINGLE]
+
+    def _sharded(self) -> bool:
+        """One file counts before an index, as in transformers."""
+        return not (self.folder / SINGLE).exists() and (self.folder / INDEX).exists()
+
+    def _index(self) -> dict[str, str]:
+        """Which file holds which tensor."""
         index = self.folder / INDEX
-        if (self.folder / SINGLE).exists() or not index.exists():
-            return [SINGLE]
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            outside = any(Path(name).name != name for name in names)
+            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            outside = any(Path(name).name != name for name in where.values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} cannot be read ({error!r}); download it again") from error
         if outside:
             raise CheckpointError(f"{index} names files outside its folder; download it again from where you trust it")
-        return names
+        return where
 
     def _no_weights(self, name: str) -> str:
         if any(self.folder.glob("*.bin")):
@@ -68,24 +74,38 @@ class FolderCheckpoint:
                 f"{self.folder} has its weights in .bin files; refimpl reads safetensors only, since a pickle can run code. "
                 "Convert it with transformers: save_pretrained(…, safe_serialization=True)"
             )
-        return f"{self.folder} has no {name}; download the checkpoint again, or use load_format=dummy for random weights"
+        pickled = " (original/ and .pth files cannot be read)" if any(self.folder.rglob("*.pth")) else ""
+        return (
+            f"{self.folder} has no {name}; download the checkpoint again{pickled}, or use load_format=dummy for random "
+            "weights"
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, mapped from the file and copied when it is used.
 
         Raises:
-            CheckpointError: a file is damaged.
+            CheckpointError: a file is damaged, two hold one tensor, or one lacks a tensor that the index puts there.
 
         """
         from safetensors import SafetensorError, safe_open
 
+        found: dict[str, str] = {}
         for path in self.files():
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 - a safe_open is no dict
+                        if name in found:
+                            raise CheckpointError(f"{name} is in {found[name]} and again in {path.name}; {AGAIN}")
+                        found[name] = path.name
                         yield name, file.get_tensor(name)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is damaged or no safetensors file ({error}); download it again") from error
+        if self._sharded():
+            for name, file_name in self._index().items():
+                if found.get(name) != file_name:
+                    raise CheckpointError(
+                        f"{self.folder / INDEX} names {name} in {file_name}, which does not hold it; {AGAIN}"
+                    )
 
     def tokenizer(self) -> Tokenizer:
         """Read through transformers.

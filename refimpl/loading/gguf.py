@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refimpl.config import ModelConfig, RopeConfig
+from refimpl.config import ModelConfig
 from refimpl.errors import CheckpointError, UnsupportedModelError
 from refimpl.loading.gguf_file import GGUFFile
 from refimpl.loading.hf_config import check_sizes
+from refimpl.loading.rope_keys import read_gguf_rope
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 TOP_NAMES = {
@@ -82,9 +83,7 @@ class GGUFCheckpoint:
             head_dim=int(self._number("attention.key_length", hidden // max(heads, 1))),
             max_position_embeddings=int(self._number("context_length")),
             rms_norm_eps=float(self._number("attention.layer_norm_rms_epsilon")),
-            rope=RopeConfig(
-                theta=float(self._number("rope.freq_base", 10_000.0)), frequency_divisors=self._frequency_divisors()
-            ),
+            rope=read_gguf_rope(self._file.metadata, self._number, self._frequency_divisors(), str(self.path)),
             tie_word_embeddings="output.weight" not in self._file.tensors,
             eos_token_ids=self._eos_token_ids(),
             bos_token_id=self._file.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -126,16 +125,11 @@ class GGUFCheckpoint:
             raise UnsupportedModelError(
                 f"{self.path} holds the architecture {metadata.get('general.architecture')!r}; refimpl runs llama"
             )
-        for name, harmless in (
-            ("llama.expert_count", 0),
-            ("llama.rope.scaling.type", "none"),
-            ("llama.rope.scale_linear", 1.0),
-        ):
-            if metadata.get(name, harmless) != harmless:
-                raise UnsupportedModelError(
-                    f"{self.path} has {name} = {metadata[name]!r}; refimpl does not run that: use another model, or one "
-                    "without it"
-                )
+        if experts := metadata.get("llama.expert_count", 0):
+            raise UnsupportedModelError(
+                f"{self.path} has llama.expert_count = {experts!r}; refimpl does not run that: use another model, or one "
+                "without it"
+            )
         if metadata.get("split.count", 1) > 1:
             raise UnsupportedModelError(
                 f"{self.path} is one of {metadata['split.count']} parts; join them with llama.cpp's "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from refimpl.config import ModelConfig, RopeConfig
+from refimpl.config import ModelConfig
 from refimpl.errors import CheckpointError, UnsupportedModelError
+from refimpl.loading.rope_keys import read_rope, written_rope
 from refimpl.models.registry import ARCHITECTURES
 
 
@@ -22,14 +24,24 @@ def read_config(folder: Path) -> ModelConfig:
     """
     raw = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    return parse_config(raw, generation, str(folder / "config.json"))
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any], where: str) -> ModelConfig:
+    """The configuration from the contents of config.json and generation_config.json; ``where`` names them in messages.
+
+    Raises:
+        CheckpointError: a number is missing, of the wrong kind, or does not fit the others.
+        UnsupportedModelError: it asks for what refimpl does not implement.
+
+    """
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "model of no named architecture"
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{folder} holds a {architecture} (model_type {raw.get('model_type')!r}); "
-            f"refimpl runs {', '.join(ARCHITECTURES)}"
+            f"{where} holds a {architecture} (model_type {raw.get('model_type')!r}); refimpl runs {', '.join(ARCHITECTURES)}"
         )
-    _refuse_unsupported(raw, folder)
+    _refuse_unsupported(raw, where)
     try:
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
         config = ModelConfig(
@@ -43,20 +55,20 @@ def read_config(folder: Path) -> ModelConfig:
             head_dim=int(raw.get("head_dim") or hidden // heads),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope=_read_rope(raw, folder),
+            rope=read_rope(raw, where),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             eos_token_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
             bos_token_id=(_ids(raw.get("bos_token_id")) or (None,))[0],
         )
     except KeyError as error:
-        raise CheckpointError(f"{folder / 'config.json'} lacks {error}; download it again") from error
-    except UnsupportedModelError:
+        raise CheckpointError(f"{where} lacks {error}; download it again") from error
+    except (UnsupportedModelError, CheckpointError):
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{folder / 'config.json'} has a value of the wrong kind ({error}); correct it, or download it again"
+            f"{where} has a value of the wrong kind ({error}); correct it, or download it again"
         ) from error
-    check_sizes(config, str(folder / "config.json"))
+    check_sizes(config, where)
     return config
 
 
@@ -91,12 +103,17 @@ def check_sizes(config: ModelConfig, where: str) -> None:
             f"{config.head_dim} dimensions do not divide evenly; correct it, or download it again"
         )
     rope = config.rope
-    numbers = (rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings)
+    numbers = [getattr(rope, field.name) for field in dataclasses.fields(rope)]
+    numbers = [number for number in numbers if isinstance(number, int | float) and not isinstance(number, bool)]
     if not all(0 < number < math.inf for number in (*numbers, config.rms_norm_eps)):
         raise CheckpointError(
             f"{where} has a number that is not above 0 and finite ({rope}, {config.rms_norm_eps = }): correct it, or "
             "download it again"
         )
+    if (rope.kind == "dynamic" and config.head_dim < 4) or (rope.kind == "yarn" and rope.theta <= 1):
+        raise CheckpointError(f"{where}: {rope.kind} scaling needs heads of 4 dimensions or more and rope_theta above 1")
+    if config.context_limit(config.max_position_embeddings) > MAX_SIZES["max_position_embeddings"]:
+        raise CheckpointError(f"{where} stretches its context by {rope.factor:g}, to more than {2**24} tokens; correct it")
     if len(rope.frequency_divisors) not in (0, config.head_dim // 2):
         raise CheckpointError(
             f"{where} divides {len(rope.frequency_divisors)} rotary frequencies, but a head has {config.head_dim // 2}; "
@@ -108,11 +125,6 @@ def write_config(config: ModelConfig, folder: Path) -> None:
     """Write config.json and generation_config.json as transformers reads them."""
     eos = list(config.eos_token_ids)
     common = {"bos_token_id": config.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
-    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
-    if config.rope.kind == "llama3":
-        rope |= {key: getattr(config.rope, key) for key in _LLAMA3_KEYS}
-    if config.rope.frequency_divisors:
-        rope["frequency_divisors"] = list(config.rope.frequency_divisors)
     raw = common | {
         "architectures": [config.architecture],
         "model_type": "llama",
@@ -125,7 +137,7 @@ def write_config(config: ModelConfig, folder: Path) -> None:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": written_rope(config.rope),
         "tie_word_embeddings": config.tie_word_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -135,44 +147,17 @@ def write_config(config: ModelConfig, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(common, indent=2) + "\n")
 
 
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def _read_rope(raw: dict[str, Any], folder: Path) -> RopeConfig:
-    """Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) or "default"
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
-    share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if share not in (None, 1):
-        raise UnsupportedModelError(f"{folder} rotates {share} of each head (partial_rotary_factor); refimpl rotates all")
-    if kind == "default":
-        return RopeConfig(theta=theta, frequency_divisors=tuple(float(x) for x in rope.get("frequency_divisors", ())))
-    if kind == "llama3":
-        # As in transformers: a key beside rope_parameters counts first, and the model's own context last.
-        original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        return RopeConfig(
-            theta=theta,
-            kind="llama3",
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(original or raw["max_position_embeddings"]),
-        )
-    raise UnsupportedModelError(f"{folder} scales its rotary embedding by {kind!r}; refimpl knows default and llama3")
-
-
-def _refuse_unsupported(raw: dict[str, Any], folder: Path) -> None:
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
-            raise UnsupportedModelError(f"{folder} has {key}; refimpl's Llama has no biases")
+            raise UnsupportedModelError(f"{where} has {key}; refimpl's Llama has no biases")
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
-        raise UnsupportedModelError(f"{folder} uses the activation {activation!r}; refimpl's Llama has silu")
+        raise UnsupportedModelError(f"{where} uses the activation {activation!r}; refimpl's Llama has silu")
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(f"{folder} is quantised ({method}); use its 16-bit safetensors or a GGUF file")
+        raise UnsupportedModelError(f"{where} is quantised ({method}); use its 16-bit safetensors or a GGUF file")
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:

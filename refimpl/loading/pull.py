@@ -52,7 +52,7 @@ def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
     """
     folder = cache_folder() / CONVERTED
     try:
-        if _converted(folder):
+        if embedded_folder_if_cached() is not None:
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="pull-") as work:
@@ -69,6 +69,12 @@ def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
             f"the model cannot be stored in {folder.parent} ({error}); set REFIMPL_CACHE to another folder"
         ) from error
     return folder
+
+
+def embedded_folder_if_cached() -> Path | None:
+    """The folder of the embedded model's converted copy, if it is there."""
+    folder = cache_folder() / CONVERTED
+    return folder if _converted(folder) else None
 
 
 def _converted(folder: Path) -> bool:
@@ -178,14 +184,9 @@ def hub_checkpoint_folder(name: str) -> Path:
 
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB, local_files_only=True))
-        FolderCheckpoint(folder).files()
-        return folder
-    except (LocalEntryNotFoundError, HFValidationError, CheckpointError):
-        pass  # nothing there, or only a part: another program fetched just the configuration, or a download broke off
+    if (cached := hub_folder_if_cached(name)) is not None:
+        return cached
     _say(f"downloading {name} from the Hub …")
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB))
@@ -195,6 +196,19 @@ def hub_checkpoint_folder(name: str) -> Path:
             f"{name} cannot be had from the Hub ({type(error).__name__}: {reason}). Check the name and the network, log in "
             "with `hf auth login` if it is gated, or give --model a local folder or GGUF file"
         ) from error
+
+
+def hub_folder_if_cached(name: str) -> Path | None:
+    """The folder of ORG/NAME in the Hub's cache, if all of its weights are there. No network is used."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB, local_files_only=True))
+        FolderCheckpoint(folder).files()
+        return folder
+    except (LocalEntryNotFoundError, HFValidationError, CheckpointError):
+        return None  # nothing there, or only a part: another program fetched just the configuration, or a download broke off
 
 
 def _say(text: str) -> None:

@@ -56,7 +56,8 @@ class LlamaForCausalLM(nn.Module):
         self.embed_tokens = nn.Parameter(
             torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device), requires_grad=False
         )
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, dtype, device)
+        positions = config.context_limit(config.rope.context_length)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, positions, dtype, device)
         self.layers = nn.ModuleList(LlamaLayer(config, dtype, device) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)

@@ -229,6 +229,9 @@ class Scheduler(Lifecycle):
         cached_blocks: list[int],
     ) -> None:
         """Give a waiting sequence, whose blocks are taken, a slot and a row."""
+        metrics = sequence.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.num_cached_tokens = sequence.num_computed_tokens
         self._take_slot(sequence)
         if sequence.num_preemptions == 0 and not sequence.reads_prompt:  # what is computed again is no hit
             self.kv.count_query(len(sequence.token_ids), sequence.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""When a sequence ends by itself: an end-of-sequence id, a stop token, a stop string, its length, or a row that fails."""
+"""When a sequence ends by itself: a stop id, a stop string in its text, its length, or a row that cannot go on."""
 
 from __future__ import annotations
 

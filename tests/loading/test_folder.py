@@ -20,6 +20,8 @@ VARIANTS = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},
     "llama3": {"rope_parameters": LLAMA3_ROPE},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
     "one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64},
     "multi-query": {"num_key_value_heads": 1},
     "wide heads": {"head_dim": 32},
@@ -66,11 +68,11 @@ class WideRotary(torch.nn.Module):
 
     def __init__(self, rotary):
         super().__init__()
-        self.inv_freq = rotary.inv_freq.double()
+        self.inv_freq, self.attention_scaling = rotary.inv_freq.double(), rotary.attention_scaling
 
     def forward(self, x, position_ids):
         angles = (position_ids[..., None] * self.inv_freq).repeat(1, 1, 2)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
 def in_float64(model):
@@ -355,9 +357,11 @@ def test_numbers_that_cannot_be_are_refused(folder, changes):
         ({"hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); use its 16-bit safetensors or a GGUF"),
         ({"quantization_config": "fp8"}, r"quantised \(fp8\)"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'; refimpl knows default and llama3"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2}}, "'linear'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}}, "'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "'longrope'; refimpl knows default, linear, dynamic, yarn, llama3",
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 2}}, "'su'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"rotates 0\.5 of each head"),
         ({"partial_rotary_factor": 0.25}, r"rotates 0\.25 of each head"),
     ],

@@ -183,8 +183,11 @@ def test_fingerprint_tells_files_apart(good_file, tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "linear"}, r"llama\.rope\.scaling\.type = 'linear'"),
-        ({"llama.rope.scale_linear": 4.0}, r"llama\.rope\.scale_linear = 4\.0"),
+        ({"llama.rope.scaling.type": "longrope"}, r"scaling\.type = 'longrope'; refimpl knows none, linear and yarn"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.yarn_ext_factor": 0.5},
+            r"yarn_ext_factor = 0\.5; refimpl knows 1",
+        ),
         ({"llama.expert_count": 8}, r"llama\.expert_count = 8"),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
         ({"split.count": 3}, r"one of 3 parts.*llama-gguf-split --merge"),

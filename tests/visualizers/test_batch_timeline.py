@@ -14,8 +14,8 @@ from refimpl.visualizers.figure import plain
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import DARK, LIGHT
 from refimpl.visualizers.timeline_books import Column
-from refimpl.visualizers.timeline_rows import timeline_of
 from refimpl.visualizers.timeline_runs import DECODE, PADDING, PREFILL, WAITING
+from refimpl.visualizers.timelines import timeline_of
 
 CONFIG = {"block_size": 4, "num_blocks": 50, "max_num_batched_tokens": 64, "max_num_seqs": 4}
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["depth 0", "depth 1"])

@@ -75,7 +75,7 @@ def test_the_map_is_the_blocks_at_every_position(history):
         state = history.state_at(position)
         cells = map_of(render(history, position, **SIZE))
         assert len(cells) == state.num_blocks + 1
-        for block, cell in zip(state.blocks(), cells, strict=True):
+        for block, cell in zip(map(state.block, range(state.num_blocks + 1)), cells, strict=True):
             if block.kind in ("null", "free", "cached"):
                 assert cell == {"null": NULL, "free": FREE, "cached": CACHED}[block.kind]
             elif block.kind == "shared":

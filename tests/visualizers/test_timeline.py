@@ -91,10 +91,10 @@ def test_rows_are_the_lives_of_the_sequences_in_random_runs(seed):
         with contextlib.suppress(RequestError):
             getattr(driver, name)(**arguments)
         if name == "step" and not driver.in_flight and len(records) > len(live):
-            live.extend(records)
+            live.extend(list(records))
             assert_the_queue_is_the_schedulers(live, driver)
     driver.run()
-    live.extend(records)
+    live.extend(list(records))
     sequences = {s.sequence_id: s for request in driver.requests.values() for s in request.sequences}
     assert [row.sequence_id for row in live.rows] == sorted(sequences)
     for row in live.rows:

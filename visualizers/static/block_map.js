@@ -1,14 +1,16 @@
-// One cell a block. Up to 200 blocks large cells with letters, up to 2,000 small ones, above that one pixel a block, doubled.
+// One cell a block. Up to 200 blocks large cells with letters, up to 2,000 small ones, up to 20,000 tiny ones without, above
+// that one pixel a block, doubled. Only cells that changed are painted anew; copies and the cell that is pointed at lie on a
+// second canvas above.
 {
   const [FREE, CACHED, OWNED, SHARED, NULL] = [0, 1, 2, 3, 4];
 
   /** Cell size, pitch, columns and left margin for so many cells in so much width. */
   function layout(cells, width) {
-    const map = Math.min(width, width >= 900 ? 552 : width);
-    if (cells <= 200) return { cell: 28, pitch: 31, left: 24, columns: Math.max(1, Math.floor((map - 24) / 31)), letters: true };
-    if (cells <= 2000) return { cell: 14, pitch: 16, left: 36, columns: Math.max(1, Math.floor((map - 36) / 16)), letters: true };
-    if (cells <= 20000) return { cell: 5, pitch: 6, left: 44, columns: Math.max(1, Math.floor((map - 44) / 6)), letters: false };
-    return { cell: 2, pitch: 2, left: 0, columns: Math.max(1, Math.floor(map / 2)), letters: false, pixels: true };
+    const map = Math.min(width, width >= 900 ? 552 : width), top = 5;
+    if (cells <= 200) return { cell: 28, pitch: 31, left: 24, top, columns: Math.max(1, Math.floor((map - 24) / 31)), letters: true };
+    if (cells <= 2000) return { cell: 14, pitch: 16, left: 36, top, columns: Math.max(1, Math.floor((map - 36) / 16)), letters: true };
+    if (cells <= 20000) return { cell: 5, pitch: 6, left: 44, top, columns: Math.max(1, Math.floor((map - 44) / 6)), letters: false };
+    return { cell: 2, pitch: 2, left: 0, top: 4, columns: Math.max(1, Math.floor(map / 2)), letters: false, pixels: true };
   }
 
   function swatch(P, kind, colour = P.solid) {
@@ -22,18 +24,42 @@
     return `<svg class="swatch" viewBox="0 0 14 14" width="14" height="14">${shapes[kind]}</svg>`;
   }
 
+  /** The tables beside the map. Cells of the tables are written only where they change. */
+  function mountLegend() {
+    const owners = h("table", { class: "owners" }), states = h("table"), el = h("div", { class: "legend" }, owners, states);
+    const row = (cells) => `<tr>${cells.map((v) => `<td>${v}</td>`).join("")}</tr>`;
+    let shape = null, cells = [];
+    function draw(picture, P) {
+      const n = picture.counts, names = picture.rows.map(([letter, number, request]) => swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter) + (request === letter ? "" : ` <span class="id">${escapeHtml(request)}</span>`));
+      const more = picture.more_rows ? `<tr><td colspan="5">and ${plural(picture.more_rows, "sequence")} more</td></tr>` : "";
+      if (shape !== (shape = names.length)) {
+        owners.innerHTML = `<tbody><tr><th>sequence</th><th>blocks</th><th>shared</th><th>tokens</th><th>empty</th></tr>${names.map(() => row(["", "", "", "", ""])).join("")}</tbody><tbody></tbody>`;
+        cells = [...owners.tBodies[0].rows].slice(1).map((line) => [...line.cells]);
+      }
+      picture.rows.forEach(([, , , blocks, shared, tokens, empty], i) => {
+        setHtml(cells[i][0], names[i]);
+        [fmt(blocks), shared ? fmt(shared) : "·", fmt(tokens), fmt(empty)].forEach((text, k) => setHtml(cells[i][k + 1], text));
+      });
+      setHtml(owners.tBodies[1], more);
+      setHtml(states, `<tr><th>state</th><th>blocks</th></tr>${row([swatch(P, "owned", P.solid) + "one owner", fmt(n.owned)])}${row([swatch(P, "shared", P.solid) + "shared, each counted once", fmt(n.shared)])}
+        ${row([swatch(P, "cached") + "cached, may be evicted", fmt(n.cached)])}${row([swatch(P, "free") + "free", fmt(n.free)])}${row([swatch(P, "null") + "null block 0", "1"])}
+        <tr class="sum"><td>sum, equal to the pool</td><td>${fmt(n.owned + n.shared + n.cached + n.free + 1)}</td></tr>`);
+    }
+    return { el, draw };
+  }
+
   function mount(el, ui) {
     const canvas = h("canvas", { tabindex: "0", role: "img", "data-refimpl": "block-map" });
-    const legend = h("div", { class: "legend" }), card = h("div", { class: "card" });
-    el.append(h("div", { class: "map" }, canvas), legend, card);
-    let picture = null, grid = null, hover = null, selected = null, cards = new Map(), flash = 1, flashed = null, pixels = null;
+    const over = h("canvas", { class: "over", "aria-hidden": "true" }), legend = mountLegend(), card = h("div", { class: "card" });
+    el.append(h("div", { class: "map" }, canvas, over), legend.el, card);
+    let picture = null, grid = null, hover = null, selected = null, cards = new Map(), flash = 1, flashed = null, image = null, look = null, marked = false, shared = {};
 
     const decode = (id) => {
       const owner = picture.packed[2 * id], word = picture.packed[2 * id + 1];
       return { owner: owner - 1, owners: word & 255, fill: ((word >> 8) & 255) / 255, kind: (word >> 16) & 255 };
     };
     const sequenceOf = (id) => picture.sequences[id];
-    const place = (id) => [grid.left + (id % grid.columns) * grid.pitch, 5 + Math.floor(id / grid.columns) * grid.pitch];
+    const place = (id) => [grid.left + (id % grid.columns) * grid.pitch, grid.top + Math.floor(id / grid.columns) * grid.pitch];
     const faded = (owners) => ui.pinned !== null && owners.length > 0 && !owners.some((o) => sequenceOf(o)?.[2] === ui.pinned);
 
     function drawCell(c, P, id) {
@@ -85,31 +111,60 @@
       drawText(c, letter, x + size / 2, middle + 0.5, { colour: high ? on(colour) : P.ink, size: small ? 8 : letter.length > 1 ? 10 : 11, weight: 600, align: "center" });
     }
 
-    /** 20,000 blocks and more: one word of a 32-bit image a block. Only what changed is coloured anew. */
-    function drawPixels(c, P) {
-      const count = picture.num_blocks + 1, rows = Math.ceil(count / grid.columns), look = `${grid.columns} ${ui.theme} ${ui.pinned}`;
-      if (!pixels || pixels.look !== look) {
-        const image = new ImageData(grid.columns, rows);
-        pixels = { look, image, words: new Uint32Array(image.data.buffer), off: new OffscreenCanvas(grid.columns, rows), byOwner: new Map() };
-        picture.changes.ids = null;
+    /** 20,000 blocks and more: one word of a 32-bit image a block, which the page shows at twice its size. */
+    function drawPixels(P, rows, ids) {
+      const count = picture.num_blocks + 1, margin = grid.top / grid.pitch, start = margin * grid.columns;
+      if (!image || image.width !== grid.columns || image.height !== rows + 2 * margin) {
+        image = new ImageData(grid.columns, rows + 2 * margin);
+        canvas.width = image.width; canvas.height = image.height;
+        canvas.style.width = `${2 * image.width}px`; canvas.style.height = `${2 * image.height}px`;
+        ids = null;
       }
+      const words = new Uint32Array(image.data.buffer), byOwner = new Map();
       const word = (hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; };
-      const [free, cached, nothing] = [word(P.free), word(P.cached), word(P.ink3)], { words, byOwner } = pixels;
-      byOwner.clear();
-      for (const [id, [, number, request]] of Object.entries(picture.sequences)) {
-        const colour = hueOf(P, number);
-        byOwner.set(Number(id) + 1, word(ui.pinned !== null && request !== ui.pinned ? mix(colour, P.bg, 0.72) : colour));
+      const [free, cached, nothing] = [word(P.free), word(P.cached), word(P.ink3)];
+      function owned(owner) {
+        let found = byOwner.get(owner);
+        if (found === undefined) {
+          const sequence = sequenceOf(owner - 1), colour = sequence && hueOf(P, sequence[1]);
+          found = !sequence ? nothing : word(ui.pinned !== null && sequence[2] !== ui.pinned ? mix(colour, P.bg, 0.72) : colour);
+          byOwner.set(owner, found);
+        }
+        return found;
       }
-      const colourOf = (id) => {
+      const paintOne = (id) => {
         const kind = (picture.packed[2 * id + 1] >> 16) & 255;
-        return kind === FREE ? free : kind === CACHED ? cached : kind === NULL ? nothing : byOwner.get(picture.packed[2 * id]) ?? nothing;
+        words[start + id] = kind === FREE ? free : kind === CACHED ? cached : kind === NULL ? nothing : owned(picture.packed[2 * id]);
       };
-      if (picture.changes.ids === null) for (let id = 0; id < count; id++) words[id] = colourOf(id);
-      else for (const id of picture.changes.ids) words[id] = colourOf(id);
+      if (ids === null) for (let id = 0; id < count; id++) paintOne(id);
+      else ids.forEach(paintOne);
+      canvas.getContext("2d").putImageData(image, 0, 0);
+    }
+
+    /** The cells `ids`, or all of them where it is null. */
+    function drawCells(P, rows, ids) {
+      const width = grid.left + grid.columns * grid.pitch, count = picture.num_blocks + 1;
+      if (ids === null) {
+        const c = context(canvas, width, 8 + rows * grid.pitch);
+        image = null;
+        for (let row = 0; row < rows; row++) if (grid.pitch > 10 || row % 5 === 0) drawText(c, String(row * grid.columns), grid.left - 7, grid.top + row * grid.pitch + grid.cell / 2, { colour: P.ink3, size: 10, align: "right" });
+        for (let id = 0; id < count; id++) drawCell(c, P, id);
+        return;
+      }
+      const c = canvas.getContext("2d"), margin = Math.min(1, (grid.pitch - grid.cell) / 2);
+      for (const id of ids) { const [x, y] = place(id); c.clearRect(x - margin, y - margin, grid.cell + 2 * margin, grid.cell + 2 * margin); drawCell(c, P, id); }
+    }
+
+    /** Cells that changed since they were painted; null stands for all. Owners of a shared block can change while its cell does not. */
+    function changedCells() {
+      const before = look, ids = picture.changes.ids;
+      look = [grid.columns, grid.cell, picture.num_blocks, ui.theme, ui.pinned, window.devicePixelRatio].join(" ");
       picture.changes.ids = [];
-      pixels.off.getContext("2d").putImageData(pixels.image, 0, 0);
-      c.imageSmoothingEnabled = false;
-      c.drawImage(pixels.off, 0, 5, grid.columns * 2, rows * 2);
+      if (look !== before || ids === null) { shared = picture.shared; return null; }
+      const found = new Set(ids);
+      if (shared !== picture.shared && !grid.pixels) for (const id in picture.shared) if (String(shared[id]) !== String(picture.shared[id])) found.add(Number(id));
+      shared = picture.shared;
+      return found;
     }
 
     function drawCopies(c, P) {
@@ -131,51 +186,42 @@
     }
 
     function paint() {
-      const P = ui.palette, count = picture.num_blocks + 1;
-      grid = layout(count, ui.width);
-      const rows = Math.ceil(count / grid.columns), width = grid.left + grid.columns * grid.pitch;
-      const c = context(canvas, width, 8 + rows * grid.pitch);
-      if (grid.pixels) drawPixels(c, P);
-      else {
-        for (let row = 0; row < rows; row++) if (grid.pitch > 10 || row % 5 === 0) drawText(c, String(row * grid.columns), grid.left - 7, 5 + row * grid.pitch + grid.cell / 2, { colour: P.ink3, size: 10, align: "right" });
-        for (let id = 0; id < count; id++) drawCell(c, P, id);
-      }
-      drawCopies(c, P);
-      const marked = hover ?? selected;
-      if (marked !== null && marked < count) { const [x, y] = place(marked); c.strokeStyle = P.ink; c.lineWidth = 1.5; c.strokeRect(x - 2.5, y - 2.5, grid.cell + 5, grid.cell + 5); }
-      Object.assign(canvas.dataset, { cell: grid.cell, pitch: grid.pitch, left: grid.left, columns: grid.columns, top: 5 });
+      grid = layout(picture.num_blocks + 1, ui.width);
+      const rows = Math.ceil((picture.num_blocks + 1) / grid.columns), ids = changedCells();
+      if (ids === null || ids.size) (grid.pixels ? drawPixels : drawCells)(ui.palette, rows, ids);
+      canvas.classList.toggle("pixels", Boolean(grid.pixels));
+      Object.assign(canvas.dataset, { cell: grid.cell, pitch: grid.pitch, left: grid.left, columns: grid.columns, top: grid.top, drawn: ids === null ? picture.num_blocks + 1 : ids.size });
+      paintOver();
     }
 
-    function drawLegend() {
-      const P = ui.palette, n = picture.counts;
-      const row = (cells) => `<tr>${cells.map((v) => `<td>${v}</td>`).join("")}</tr>`;
-      const rows = picture.rows.map(([letter, number, request, blocks, shared, tokens, empty]) =>
-        row([swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter) + (request === letter ? "" : ` <span class="id">${escapeHtml(request)}</span>`), fmt(blocks), shared ? fmt(shared) : "·", fmt(tokens), fmt(empty)]));
-      const more = picture.more_rows ? `<tr><td colspan="5">and ${plural(picture.more_rows, "sequence")} more</td></tr>` : "";
-      legend.innerHTML = `<table class="owners"><tr><th>sequence</th><th>blocks</th><th>shared</th><th>tokens</th><th>empty</th></tr>${rows.join("")}${more}</table>
-        <table><tr><th>state</th><th>blocks</th></tr>${row([swatch(P, "owned", P.solid) + "one owner", fmt(n.owned)])}${row([swatch(P, "shared", P.solid) + "shared, each counted once", fmt(n.shared)])}
-        ${row([swatch(P, "cached") + "cached, may be evicted", fmt(n.cached)])}${row([swatch(P, "free") + "free", fmt(n.free)])}${row([swatch(P, "null") + "null block 0", "1"])}
-        <tr class="sum"><td>sum, equal to the pool</td><td>${fmt(n.owned + n.shared + n.cached + n.free + 1)}</td></tr></table>`;
+    /** What lies above the cells: copies, and the cell that is pointed at or chosen. */
+    function paintOver() {
+      const P = ui.palette, count = picture.num_blocks + 1, one = hover ?? selected, points = one !== null && one < count;
+      if (!points && !picture.copies.length && !marked) return;
+      marked = points || picture.copies.length > 0;
+      const c = context(over, grid.left + grid.columns * grid.pitch, 2 * grid.top + Math.ceil(count / grid.columns) * grid.pitch);
+      drawCopies(c, P);
+      if (points) { const [x, y] = place(one); c.strokeStyle = P.ink; c.lineWidth = 1.5; c.strokeRect(x - 2.5, y - 2.5, grid.cell + 5, grid.cell + 5); }
     }
 
     function drawCard() {
       const id = hover ?? selected;
-      if (id === null || id > picture.num_blocks) { card.innerHTML = `<p class="quiet">Point at a block to see who owns it and what is in it.</p>`; return; }
+      if (id === null || id > picture.num_blocks) { setHtml(card, `<p class="quiet">Point at a block to see who owns it and what is in it.</p>`); return; }
       const P = ui.palette, cell = decode(id), known = cards.get(id);
       const states = ["free", "cached, may be evicted", "one owner", `shared ${cell.owners} times`, "null block: padded rows point here"];
       const owners = known ? known.owners.map(([letter, number]) => swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter)).join(" ") : "…";
       const tokens = known ? known.tokens.map((t) => `<span class="token">${escapeHtml(t)}</span>`).join("") : "";
-      card.innerHTML = `<b>block ${id}</b> <span class="quiet">${states[cell.kind]}</span><dl><dt>owners</dt><dd>${cell.owners ? owners : "none"}</dd><dt>references</dt><dd>${cell.owners}</dd>
+      setHtml(card, `<b>block ${id}</b> <span class="quiet">${states[cell.kind]}</span><dl><dt>owners</dt><dd>${cell.owners ? owners : "none"}</dd><dt>references</dt><dd>${cell.owners}</dd>
         <dt>tokens</dt><dd>${Math.round(cell.fill * picture.block_size)} of ${picture.block_size}</dd>${known && known.index >= 0 ? `<dt>in its tables</dt><dd>the logical block ${known.index}</dd>` : ""}
-        <dt>findable</dt><dd>${known ? (known.published ? "yes, by later prompts" : "no: only full blocks are") : "…"}</dd></dl><div class="tokens mono">${tokens}</div>`;
+        <dt>findable</dt><dd>${known ? (known.published ? "yes, by later prompts" : "no: only full blocks are") : "…"}</dd></dl><div class="tokens mono">${tokens}</div>`);
     }
     function point(id) {
       if (id !== null && !cards.has(id)) ui.send({ type: "card", block: id });
-      paint(); drawCard();
+      paintOver(); drawCard();
     }
     ui.onCard((one) => { cards.set(one.block, one); if (picture) drawCard(); });
     const at = (event) => {
-      const box = canvas.getBoundingClientRect(), column = Math.floor((event.clientX - box.left - grid.left) / grid.pitch), row = Math.floor((event.clientY - box.top - 5) / grid.pitch), id = row * grid.columns + column;
+      const box = canvas.getBoundingClientRect(), column = Math.floor((event.clientX - box.left - grid.left) / grid.pitch), row = Math.floor((event.clientY - box.top - grid.top) / grid.pitch), id = row * grid.columns + column;
       return column >= 0 && column < grid.columns && row >= 0 && id <= picture.num_blocks ? id : null;
     };
     canvas.onmousemove = (event) => { if (!picture) return; const id = at(event); if (id !== hover) { hover = id; point(id); } };
@@ -193,7 +239,7 @@
         picture = next; cards = new Map(); flashed = JSON.stringify(next.copies);
         canvas.setAttribute("aria-label", captionText(next.caption));
         el.classList.toggle("narrow", ui.width < 900);
-        flash = 1; paint(); drawLegend(); drawCard();
+        flash = 1; paint(); legend.draw(picture, ui.palette); drawCard();
         if ((hover ?? selected) !== null) ui.send({ type: "card", block: hover ?? selected });
         if (appeared && !ui.reducedMotion) fade(performance.now(), next);
       },
@@ -202,7 +248,7 @@
     function fade(started, drawn) {
       requestAnimationFrame((now) => {
         if (picture !== drawn) return;
-        flash = Math.min(1, 0.25 + (0.75 * (now - started)) / 320); paint();
+        flash = Math.min(1, 0.25 + (0.75 * (now - started)) / 320); paintOver();
         if (flash < 1) fade(started, drawn);
       });
     }

@@ -13,20 +13,26 @@ function readPalette(el) {
 }
 
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-const mix = (a, b, share) => {
+/** A pure function of strings and numbers that keeps its answers: there are few colours, and many cells. */
+const kept = (f) => {
+  const known = new Map();
+  return (...given) => { const key = given.join(); if (!known.has(key)) known.set(key, f(...given)); return known.get(key); };
+};
+const mix = kept((a, b, share) => {
   const x = rgb(a), y = rgb(b);
   return "#" + x.map((v, i) => Math.round(v * (1 - share) + y[i] * share).toString(16).padStart(2, "0")).join("");
-};
+});
 const luminance = (hex) => {
   const [r, g, b] = rgb(hex).map((v) => ((v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 /** White or near-black, whichever contrasts more on a colour. */
-const on = (hex) => { const l = luminance(hex) + 0.05; return 1.05 / l > l / 0.0525 ? "#ffffff" : "#111418"; };
+const on = kept((hex) => { const l = luminance(hex) + 0.05; return 1.05 / l > l / 0.0525 ? "#ffffff" : "#111418"; });
 const hueOf = (P, number) => P["h" + (number ?? 8)];
 
 const escapeHtml = (s) => String(s).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
-const fmt = (n) => (n ?? 0).toLocaleString("en-US");
+const NUMBERS = new Intl.NumberFormat("en-US");
+const fmt = (n) => NUMBERS.format(n ?? 0);
 const plural = (n, what) => `${fmt(n)} ${what}${n === 1 ? "" : "s"}`;
 const duration = (s) => (s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(2)} s`);
 
@@ -36,6 +42,14 @@ function h(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) el.setAttribute(name, value);
   el.append(...children);
   return el;
+}
+
+/** Set an element's HTML, unless that is what it was set to last. */
+const WRITTEN = new WeakMap();
+function setHtml(el, html) {
+  if (WRITTEN.get(el) === html) return;
+  WRITTEN.set(el, html);
+  el.innerHTML = html;
 }
 
 /** Size a canvas in CSS pixels, cleared, and return its 2D context. */

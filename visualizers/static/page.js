@@ -1,74 +1,113 @@
 // An exported page: the view of shell.js over frames that lie in the page itself. No kernel, no network.
-// `recorded` is { shown: [[name, title, question]], heading, frames: [{ transport, changes: { figure: { key: value } }, buffers: [base64] }], marks }.
+//
+// `opening` is { shown: [[name, title, question]], heading, marks, first, count, size, frame }: the last frame is there at once.
+// All frames lie in `chunks` of `size`, packed, and are unpacked when somebody goes there. A frame is
+// { transport, changes: { figure: { key: value } }, buffers: [base64] }; the first of each chunk is whole.
+
+const CHUNKS_KEPT = 4;
+
+const bytesOf = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+
+/** The object that a gzipped, base64-coded JSON text holds. */
+async function unpack(text) {
+  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+/** Pictures at a position, brought there by the changes of frames. */
+function recordedPictures(opening, chunks) {
+  const { first, size } = opening, loaded = new Map();
+  let at = null, pictures = {}, cells = {};
+
+  function chunk(number) {
+    if (!loaded.has(number)) {
+      loaded.set(number, unpack(chunks[number]));
+      if (loaded.size > CHUNKS_KEPT) loaded.delete(loaded.keys().next().value);
+    }
+    return loaded.get(number);
+  }
+  function apply({ changes, buffers }) {
+    for (const [name, values] of Object.entries(changes)) {
+      pictures[name] = { ...pictures[name], ...values };
+      if (values.cells) cells[name] = patch(cells[name], values.cells, bytesOf(buffers[values.buffer]));
+    }
+  }
+  function patch(old, kind, bytes) {
+    const words = new Uint32Array(bytes.buffer);
+    if (kind === "all") return words;
+    for (let i = 0; i < words.length; i += 3) { old[2 * words[i]] = words[i + 1]; old[2 * words[i] + 1] = words[i + 2]; }
+    return old;
+  }
+  /** Go there. Resolves to a frame, and what is to be drawn of each figure: what it changed if it comes next, else all. */
+  async function goTo(position) {
+    const number = Math.floor((position - first) / size), frames = await chunk(number), start = first + number * size;
+    const comesNext = at !== null && position === at + 1;
+    if (at === null || at < start || at > position) { at = start - 1; pictures = {}; cells = {}; }
+    while (at < position) apply(frames[(at += 1) - start]);
+    if (chunks[number + 1] && position - start > size / 2) chunk(number + 1);
+    return { frame: frames[position - start], drawn: comesNext ? frames[position - start].changes : pictures, cells };
+  }
+  return goTo;
+}
 
 /** A model as anywidget's, which plays recorded frames. */
-function recordedModel(recorded) {
-  const listeners = [], count = recorded.frames.length;
+function recordedModel(opening, chunks) {
+  const listeners = [], { first, count, marks } = opening, goTo = recordedPictures(opening, chunks);
   const player = { position: count - 1, playing: false, speed: 8, pinned: null, timer: 0 };
-  let at = -1, pictures = {}, cells = {};
+  let shown = { frame: opening.frame, drawn: opening.frame.changes, cells: {} }, queue = Promise.resolve(), waiting = 0;
 
-  /** Bring the pictures to a position: forward by the changes of each frame, backward from the beginning. */
-  function goTo(position) {
-    const nextOne = position === at + 1 && at >= 0;
-    if (position < at) { at = -1; pictures = {}; cells = {}; }
-    while (at < position) {
-      at += 1;
-      const { changes, buffers } = recorded.frames[at];
-      for (const [name, values] of Object.entries(changes)) pictures[name] = { ...pictures[name], ...values };
-      for (const [name, picture] of Object.entries(pictures)) if (changes[name]?.cells) cells[name] = patch(cells[name], picture.cells, buffers[picture.buffer]);
+  function emit(whole, { frame, drawn, cells } = { ...shown, drawn: {} }) {
+    const buffers = [], pictures = {};
+    for (const [name, picture] of Object.entries(drawn)) {
+      pictures[name] = { ...picture };
+      if (!picture.cells) continue;
+      const sent = picture === frame.changes[name], bytes = sent ? bytesOf(frame.buffers[picture.buffer]) : new Uint8Array(cells[name].slice().buffer);
+      if (!sent) pictures[name].cells = "all";
+      pictures[name].buffer = buffers.push(new DataView(bytes.buffer)) - 1;
     }
-    return nextOne;
-  }
-  function patch(old, kind, text) {
-    const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0)), words = new Uint32Array(bytes.buffer);
-    if (kind === "all") return words;
-    const next = old.slice();
-    for (let i = 0; i < words.length; i += 3) { next[2 * words[i]] = words[i + 1]; next[2 * words[i] + 1] = words[i + 2]; }
-    return next;
-  }
-  function emit(whole) {
-    const nextOne = goTo(player.position) && !whole, buffers = [], drawn = {};
-    const { changes, buffers: sent } = recorded.frames[at];
-    for (const [name, picture] of Object.entries(pictures)) {
-      drawn[name] = { ...picture };
-      if (!cells[name]) continue;
-      const changed = nextOne && changes[name]?.cells === "changed";
-      const bytes = changed ? Uint8Array.from(atob(sent[picture.buffer]), (c) => c.charCodeAt(0)) : new Uint8Array(cells[name].slice().buffer);
-      drawn[name].cells = changed ? "changed" : "all";
-      drawn[name].buffer = buffers.push(new DataView(bytes.buffer)) - 1;
-    }
-    const transport = { ...recorded.frames[at].transport, live: false, playing: player.playing, speed: player.speed, pinned: player.pinned };
-    for (const listener of listeners) listener({ type: "frame", whole, transport, marks: whole ? recorded.marks : [], pictures: drawn }, buffers);
+    const transport = { ...frame.transport, live: false, playing: player.playing, speed: player.speed, pinned: player.pinned };
+    for (const listener of listeners) listener({ type: "frame", whole, transport, marks: whole ? marks : [], pictures }, buffers);
   }
   const say = (text) => listeners.forEach((listener) => listener({ type: "said", text }, []));
   function stop() { player.playing = false; clearInterval(player.timer); }
-  function seek(position) { player.position = Math.max(0, Math.min(count - 1, position)); emit(false); }
+  /** One after the other: a chunk may have to be unpacked first. */
+  function show() {
+    waiting += 1;
+    queue = queue.then(async () => {
+      if ((waiting -= 1) > 0) return; // another position is asked for already
+      shown = await goTo(player.position);
+      emit(false, shown);
+    });
+  }
+  function seek(position) { player.position = Math.max(first, Math.min(count - 1, position)); show(); }
   function play() {
     stop();
-    if (player.position === count - 1) player.position = 0;
+    if (player.position === count - 1) player.position = first;
     player.playing = true;
     const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-    player.timer = setInterval(() => { if (player.position >= count - 1) stop(); else player.position += 1; emit(false); }, 1000 / (still ? Math.min(2, player.speed) : player.speed));
-    emit(false);
+    player.timer = setInterval(() => {
+      if (waiting) return;
+      if (player.position >= count - 1) { stop(); emit(false); } else { player.position += 1; show(); }
+    }, 1000 / (still ? Math.min(2, player.speed) : player.speed));
+    show();
   }
   const actions = {
-    hello: () => emit(true), step: (m) => { stop(); seek(player.position + m.delta); }, seek: (m) => { stop(); seek(m.position); },
+    hello: () => emit(true, shown), step: (m) => { stop(); seek(player.position + m.delta); }, seek: (m) => { stop(); seek(m.position); },
     live: () => { stop(); seek(count - 1); }, play, pause: () => { stop(); emit(false); }, pin: (m) => { player.pinned = m.request; emit(false); },
     speed: (m) => { player.speed = m.speed; if (player.playing) play(); else emit(false); },
     next_preemption: () => {
-      const found = recorded.marks.filter(([, kind]) => kind === "preemption").map(([position]) => position);
+      const found = marks.filter(([, kind]) => kind === "preemption").map(([position]) => position);
       if (!found.length) say("nothing was preempted in this log");
       else { stop(); seek(found.find((position) => position > player.position) ?? found[0]); }
     },
     hold: () => say("this is a recorded log: no engine runs behind it"),
   };
   return {
-    get: (key) => ({ shown: recorded.shown, heading: recorded.heading, transport_shown: true })[key],
+    get: (key) => ({ shown: opening.shown, heading: opening.heading, transport_shown: true })[key],
     on: (_event, listener) => listeners.push(listener), off: () => {}, send: (message) => actions[message.type]?.(message),
   };
 }
 
-async function openPage(packed, el) {
-  const stream = new Blob([Uint8Array.from(atob(packed), (c) => c.charCodeAt(0))]).stream().pipeThrough(new DecompressionStream("gzip"));
-  render({ model: recordedModel(JSON.parse(await new Response(stream).text())), el });
+async function openPage(opening, chunks, el) {
+  render({ model: recordedModel(await unpack(opening), chunks), el });
 }

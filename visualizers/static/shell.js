@@ -45,11 +45,15 @@ function mountTransport(root, act, toggleTheme) {
       button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> next <kbd>p</kbd>', { type: "next_preemption" }),
       button("Light or dark", "Light or dark (t)", icon("theme"), toggleTheme)), why);
   root.append(bar);
-  let state = { position: -1, count: 0, playing: false, speed: 8, held: false }, marks = [], note = null;
+  let state = { position: -1, first: 0, count: 0, playing: false, speed: 8, held: false }, marks = [], note = null;
   scrubber.oninput = () => act({ type: "seek", position: Number(scrubber.value) });
+  let scrubWidth = 0, redrawTicks = () => {};
+  const measured = new ResizeObserver(() => { if (scrubWidth !== (scrubWidth = scrub.clientWidth)) redrawTicks(); });
+  measured.observe(scrub);
 
   function drawTicks(P) {
-    const width = scrub.clientWidth, c = context(ticks, width, 34), X = (k) => (state.count > 1 ? (k / (state.count - 1)) * width : 0);
+    const width = scrubWidth || (scrubWidth = scrub.clientWidth), c = context(ticks, width, 34), span = state.count - 1 - state.first;
+    const X = (k) => (span > 0 ? (Math.max(0, k - state.first) / span) * width : 0);
     c.fillStyle = P.rule; c.fillRect(0, 16, width, 3);
     c.fillStyle = P.ink; c.fillRect(0, 16, X(Math.max(0, state.position)), 3);
     for (const [position, kind] of marks) {
@@ -62,21 +66,25 @@ function mountTransport(root, act, toggleTheme) {
   }
   return {
     say(text) { note = text; },
-    marks(more, whole) { marks = whole ? more : marks.concat(more); note = null; },
+    marks(more, whole) { marks = whole ? more : more.length ? marks.concat(more) : marks; note = null; },
+    stop() { measured.disconnect(); },
     draw(transport, P) {
       state = transport;
+      redrawTicks = () => drawTicks(P);
+      if (marks.length && marks[0][0] < state.first) marks = marks.filter(([position]) => position >= state.first);
+      const gone = transport.gone ? `, the first ${fmt(transport.gone)} not kept` : "";
       const where = transport.step === null ? "No step yet" : `Step ${fmt(transport.step)}`;
-      now.innerHTML = `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}, ${transport.clock.toFixed(3)} s</span>`;
+      setHtml(now, `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}, ${transport.clock.toFixed(3)} s${gone}</span>`);
       const reasons = "<em>Why?</em>" + transport.why.map(([who, what]) => (who ? `<b>${escapeHtml(who)}</b> ` : "") + escapeHtml(what)).join(". ").replace(/\.\.$/, ".");
-      why.innerHTML = note === null ? reasons : `<em>Note</em>${escapeHtml(note)}`;
+      setHtml(why, note === null ? reasons : `<em>Note</em>${escapeHtml(note)}`);
       why.setAttribute("aria-live", transport.playing || (transport.live && transport.drivable) ? "off" : "polite");
-      play.innerHTML = icon(transport.playing ? "pause" : "play");
+      setHtml(play, icon(transport.playing ? "pause" : "play"));
       play.setAttribute("aria-label", transport.playing ? "Pause" : "Play");
       live.hidden = hold.hidden = !transport.engine;
       live.classList.toggle("on", transport.live); hold.classList.toggle("on", transport.held);
-      hold.textContent = transport.held ? "held" : "hold";
-      speed.textContent = `${transport.speed} steps/s`;
-      scrubber.max = Math.max(0, transport.count - 1); scrubber.value = Math.max(0, transport.position);
+      setHtml(hold, transport.held ? "held" : "hold");
+      setHtml(speed, `${transport.speed} steps/s`);
+      scrubber.min = state.first; scrubber.max = Math.max(0, transport.count - 1); scrubber.value = Math.max(0, transport.position);
       scrubber.setAttribute("aria-valuetext", `${where}: ${why.textContent.slice(4)}`);
       drawTicks(P);
     },
@@ -87,14 +95,17 @@ function mountTransport(root, act, toggleTheme) {
 function render({ model, el }) {
   const root = h("div", { class: "refimpl", tabindex: "-1" });
   el.append(root);
-  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false;
+  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = null;
+  const mounted = {}, stale = new Set(), hidden = new Set();
+  /** All figures are to be drawn anew. */
+  const everything = () => { Object.keys(mounted).forEach((name) => stale.add(name)); schedule(); };
   const act = (message) => model.send(message);
   const ui = {
     palette: {}, width: 1216, pinned: null, theme, reducedMotion: matchMedia("(prefers-reduced-motion: reduce)").matches,
     send: act, pin: (request) => act({ type: "pin", request }), seek: (position) => act({ type: "seek", position }),
-    redraw: () => schedule(), cardListeners: [], onCard(callback) { this.cardListeners.push(callback); },
+    redraw: () => everything(), cardListeners: [], onCard(callback) { this.cardListeners.push(callback); },
   };
-  const toggleTheme = () => { chosenTheme = ui.theme === "dark" ? "light" : "dark"; applyTheme(); schedule(); };
+  const toggleTheme = () => { chosenTheme = ui.theme === "dark" ? "light" : "dark"; applyTheme(); everything(); };
   function applyTheme() {
     ui.theme = chosenTheme ?? pageTheme();
     root.dataset.theme = ui.theme;
@@ -104,13 +115,12 @@ function render({ model, el }) {
     root.append(h("p", { class: "heading" }, model.get("heading")));
     transport = mountTransport(root, act, toggleTheme);
   }
-  const mounted = {};
   for (const [name, shownTitle, question] of model.get("shown")) {
     const figure = h("figure", { "data-figure": name }), title = h("h2"), caption = h("figcaption"), body = h("div", { class: `body ${name}` });
     title.innerHTML = `${escapeHtml(shownTitle)}<small>${escapeHtml(question)}</small>`;
     figure.append(title, caption, body);
     root.append(figure);
-    mounted[name] = { caption, drawing: figures[name].mount(body, ui) };
+    mounted[name] = { caption, figure, drawing: figures[name].mount(body, ui) };
   }
   applyTheme();
 
@@ -118,15 +128,17 @@ function render({ model, el }) {
     queued = false;
     if (!last || !root.isConnected) return;
     if (!ui.palette.bg) applyTheme();  // the styles were not there yet when the view was made
-    const visible = root.getBoundingClientRect();
-    ui.width = Math.max(320, Math.min(1216, root.clientWidth - 24));
-    ui.pinned = last.transport.pinned;
+    width ??= root.clientWidth;
+    const room = Math.max(320, Math.min(1216, width - 24));
+    if (room !== ui.width) act({ type: "width", width: (ui.width = room) });
+    if (ui.pinned !== last.transport.pinned) { ui.pinned = last.transport.pinned; Object.keys(mounted).forEach((name) => stale.add(name)); }
     if (transport) transport.draw(last.transport, ui.palette);
-    if (visible.width === 0) return;
-    for (const [name, { caption, drawing }] of Object.entries(mounted)) {
-      const picture = last.pictures[name];
-      if (!picture) continue;
-      caption.innerHTML = captionHtml(picture.caption);
+    if (width === 0) return;
+    for (const name of [...stale]) {
+      const picture = last.pictures[name], { caption, drawing } = mounted[name];
+      if (!picture || hidden.has(name)) continue;
+      stale.delete(name);
+      setHtml(caption, captionHtml(picture.caption));
       drawing.draw(picture);
     }
     root.dataset.position = last.transport.position;
@@ -136,10 +148,13 @@ function render({ model, el }) {
   function take(message, buffers) {
     if (message.type === "frame") {
       if (!last && !message.whole) return;  // differences for another view of this model; ours is on its way
-      for (const [name, picture] of Object.entries(message.pictures)) {
-        if (picture.cells) picture.packed = unpackCells(mounted[name], picture, buffers);
+      const pictures = message.whole ? {} : { ...last.pictures };
+      for (const [name, changes] of Object.entries(message.pictures)) {
+        pictures[name] = { ...pictures[name], ...changes };
+        if (changes.cells) unpackCells(mounted[name], pictures[name], buffers);
+        stale.add(name);
       }
-      last = message;
+      last = { ...message, pictures };
       if (transport) transport.marks(message.marks, message.whole);
       schedule();
     } else if (message.type === "said" && transport) { transport.say(message.text); schedule(); }
@@ -165,12 +180,28 @@ function render({ model, el }) {
   root.addEventListener("keydown", onKey);
   root.addEventListener("pointerdown", () => { if (!root.contains(document.activeElement)) root.focus({ preventScroll: true }); });
   const steady = keepHeights(root.querySelectorAll(".why, figcaption, .body"));
-  const resized = new ResizeObserver(() => { steady.reset(root.clientWidth); schedule(); });
+  const resized = new ResizeObserver(() => {
+    if (width !== (width = root.clientWidth)) { steady.reset(width); everything(); }
+  });
   resized.observe(root);
-  const themed = new MutationObserver(() => { applyTheme(); schedule(); });
+  const watched = watchWhatIsSeen(mounted, hidden, () => stale.size && schedule());
+  const themed = new MutationObserver(() => { applyTheme(); everything(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
   act({ type: "hello" });
-  return () => { resized.disconnect(); steady.disconnect(); themed.disconnect(); model.off?.("msg:custom", take); };
+  return () => { [resized, steady, themed, watched].forEach((one) => one.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
+}
+
+/** Keep the names of figures that are out of sight in `hidden`: they are drawn when they come near it, not with each frame. */
+function watchWhatIsSeen(mounted, hidden, appeared) {
+  const nameOf = new Map(Object.entries(mounted).map(([name, { figure }]) => [figure, name]));
+  const observer = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) hidden.delete(nameOf.get(target)); else hidden.add(nameOf.get(target));
+    }
+    appeared();
+  }, { rootMargin: "300px" });
+  nameOf.forEach((_, figure) => observer.observe(figure));
+  return observer;
 }
 
 /** Each part keeps the greatest height it had at this width: what is under the pointer stays there while the engine runs. */
@@ -192,14 +223,12 @@ function keepHeights(parts) {
   };
 }
 
-/** A figure's cells as a Uint32Array of two words a block, brought up to date with what came.
+/** Bring a picture's cells up to date with what came: `picture.packed` is a Uint32Array of two words a block.
  *
  * `picture.changes` gathers the ids of changed cells until a drawing clears it; null stands for all of them. */
 function unpackCells(holder, picture, buffers) {
-  const source = buffers[picture.buffer];
-  const bytes = source instanceof DataView ? source : new DataView(source.buffer ?? source, source.byteOffset ?? 0, source.byteLength);
-  const words = new Uint32Array(bytes.byteLength / 4);
-  for (let i = 0; i < words.length; i++) words[i] = bytes.getUint32(4 * i, true);
+  const source = buffers[picture.buffer], start = source.byteOffset ?? 0;
+  const words = new Uint32Array((source.buffer ?? source).slice(start, start + source.byteLength)); // browsers' machines are little-endian
   if (picture.cells === "all") { holder.packed = words; holder.changes = { ids: null }; }
   else {
     for (let i = 0; i < words.length; i += 3) {
@@ -207,8 +236,8 @@ function unpackCells(holder, picture, buffers) {
       holder.changes.ids?.push(words[i]);
     }
   }
+  picture.packed = holder.packed;
   picture.changes = holder.changes;
-  return holder.packed;
 }
 
 export default { render };

