@@ -11,22 +11,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.async_llm import AsyncLLM
     from refimpl.config import EngineArgs
     from refimpl.engine import Engine
     from refimpl.events import EventLog
     from refimpl.llm import LLM
     from refimpl.loading.in_memory import TransformersCheckpoint
+    from refimpl.logprobs import Logprob
     from refimpl.memory_report import MemoryReport
     from refimpl.models.tiny import tiny
     from refimpl.outputs import CompletionOutput, RequestOutput
     from refimpl.sampling_params import SamplingParams
 
 _HOMES = {
+    "AsyncLLM": "refimpl.async_llm",
     "CompletionOutput": "refimpl.outputs",
     "Engine": "refimpl.engine",
     "EngineArgs": "refimpl.config",
     "EventLog": "refimpl.events",
     "LLM": "refimpl.llm",
+    "Logprob": "refimpl.logprobs",
     "MemoryReport": "refimpl.memory_report",
     "RequestOutput": "refimpl.outputs",
     "SamplingParams": "refimpl.sampling_params",
@@ -36,10 +40,12 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Engine",
     "EngineArgs",
     "EventLog",
+    "Logprob",
     "MemoryReport",
     "RequestOutput",
     "SamplingParams",

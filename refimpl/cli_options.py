@@ -13,13 +13,18 @@ from refimpl.config import EngineArgs
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for every field of EngineArgs to a command that takes ``engine_options`` as a dict."""
+    """Add an option for every field of EngineArgs to a command that takes ``engine_options`` as a dict.
+
+    Fields that only Python can fill are left out.
+    """
     hints = get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
     own = [p for p in own if p.name != "engine_options"]
     types = get_type_hints(EngineArgs)
     engine = []
     for field in dataclasses.fields(EngineArgs):
+        if not field.metadata.get("cli", True):
+            continue
         kind = str if types[field.name] is Any else types[field.name]
         flag = f"--{field.name.replace('_', '-')}"
         names = [f"{flag}/--no-{flag[2:]}"] if kind in (bool, bool | None) else [flag]

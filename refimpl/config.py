@@ -144,6 +144,8 @@ class EngineArgs:
     cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
     attention_backend: Any = _option("auto", "auto or torch; in Python also an AttentionBackend object.")
     async_scheduling: bool | None = _option(None, "Plan a step while the last one computes; default: on a GPU only.")
+    max_logprobs: int = _option(20, "Most log-probabilities a token that a request may ask for; -1: no limit.")
+    logits_hook: Any = field(default=None, metadata={"help": "In Python only: a LogitsHook for every row.", "cli": False})
     event_log_size: int = _option(10_000, "Steps that the event log keeps; 0 records nothing.")
 
     def __post_init__(self) -> None:
@@ -162,6 +164,7 @@ class EngineArgs:
             whole(name, 1)
         whole("kv_cache_memory_bytes", 1)
         whole("event_log_size", 0)
+        whole("max_logprobs", -1)
         whole("long_prefill_token_threshold", 0)
         whole("max_num_queued_reqs", 1)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
@@ -182,6 +185,8 @@ class EngineArgs:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         self._check_backend()
+        if self.logits_hook is not None and not callable(self.logits_hook):
+            raise ConfigError(f"logits_hook is {self.logits_hook!r}; it must be None or a callable (token_ids, logits)")
         self._check_baselines()
         share, space = self.gpu_memory_utilization, self.cpu_kvcache_space
         if not _is_finite(share) or not 0 < share <= 1:

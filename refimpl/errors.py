@@ -8,6 +8,7 @@
     │   ├── UnsupportedModelError it is read, but it is not of a family that refimpl implements
     │   └── CheckpointError       its files are damaged, or tensors are missing, extra or misshapen
     ├── OutOfMemoryError       the weights or the KV cache do not fit the device
+    ├── EngineFailedError      a step failed while a request of AsyncLLM waited; the request is over
     ├── PartError              a replaceable part gave an answer that cannot be followed
     │   ├── PolicyError           a scheduling policy named nobody
     │   ├── AllocatorError        a block allocator gave a block that is not free, or too few
@@ -64,6 +65,10 @@ class CheckpointError(ModelError, ValueError):
 
 class OutOfMemoryError(RefimplError, MemoryError):
     """The weights or the KV cache do not fit; the message says which option to change, and to what."""
+
+
+class EngineFailedError(RefimplError):
+    """The engine failed while a request of :class:`refimpl.AsyncLLM` waited for it. ``__cause__`` is what it raised."""
 
 
 class PartError(RefimplError):

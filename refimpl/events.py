@@ -314,6 +314,7 @@ DECISION_TEXTS = {
     "preempted": "is preempted ({mode}) and waits with its {tokens} tokens: {cause}; {blocks} block(s) freed",
     "exhausted": "ends: it runs alone and its {tokens} tokens fill the whole pool of {pool} blocks",
     "left_batch": "leaves the static batch: {tokens} token(s) were computed after its end, for nobody",
+    "stop_string": "holds the stop string {stop!r} in its text",
     "finished": "ends after {tokens} output tokens: {reason}",
 }
 """The sentence of each kind of decision; its fields are the decision's numbers."""

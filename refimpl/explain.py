@@ -24,10 +24,15 @@ def explain(request: Request, num_waiting_before: dict[int, int]) -> str:
     return "\n".join(lines)
 
 
+def _why(stop_reason: int | str, finish_reason: str | None) -> str:
+    """A stop string in quotes; a token id, or a sentence about an error, as it is."""
+    return repr(stop_reason) if finish_reason == "stop" else str(stop_reason)
+
+
 def _now(sequence: Sequence, num_waiting_before: dict[int, int]) -> str:
     output = len(sequence.output_token_ids)
     if sequence.status is Status.FINISHED:
-        why = f" ({sequence.stop_reason})" if sequence.stop_reason is not None else ""
+        why = "" if sequence.stop_reason is None else f" ({_why(sequence.stop_reason, sequence.finish_reason)})"
         times = sequence.token_times
         first = f", the first {times[0] - sequence.request.metrics.arrival_time:.3f} s after arrival" if times else ""
         return f"finished with reason {sequence.finish_reason}{why}: {output} output tokens{first}"

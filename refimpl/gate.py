@@ -11,6 +11,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 10.0
 """Seconds that an engine is held before the log says so."""
+POLL = 0.05
+"""Seconds between two looks at what else is to be done, while an engine is held."""
 
 
 class Gate:
@@ -55,18 +57,43 @@ class Gate:
                 self._changed.notify_all()
             return held
 
-    def wait(self, check_interrupt: Callable[[], None]) -> None:
-        """Return when a step may be taken. ``check_interrupt`` is called often: a held engine can still be interrupted."""
+    def wake(self) -> None:
+        """Have who is held call its ``meanwhile`` now."""
         with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, meanwhile: Callable[[], None]) -> None:
+        """Return when a step may be taken. ``meanwhile`` is called often, so that who is held can be interrupted and asked.
+
+        It is called without the lock: it may close and open this gate, and wait for others who do.
+        """
+        with self._changed:
+            if self._take():
+                return
             self.num_waiting += 1
-            try:
-                since, told = time.monotonic(), False
-                while self._closed and not self._allowed:
-                    self._changed.wait(0.05)
-                    check_interrupt()
-                    if not told and time.monotonic() - since > PATIENCE:
-                        told = True
-                        log.warning("the engine is held between two steps; engine.gate.open() lets it go")
-                self._allowed = max(0, self._allowed - 1)
-            finally:
+        try:
+            since, told = time.monotonic(), False
+            while not self._take_within(POLL):
+                meanwhile()
+                if not told and time.monotonic() - since > PATIENCE:
+                    told = True
+                    log.warning("the engine is held between two steps; engine.gate.open() lets it go")
+        except BaseException:
+            with self._changed:
                 self.num_waiting -= 1
+            raise
+
+    def _take(self) -> bool:
+        """Whether the next step may be taken; then it is taken off those allowed."""
+        if self._closed and not self._allowed:
+            return False
+        self._allowed = max(0, self._allowed - 1)
+        return True
+
+    def _take_within(self, seconds: float) -> bool:
+        with self._changed:
+            if self._closed and not self._allowed:
+                self._changed.wait(seconds)
+            taken = self._take()
+            self.num_waiting -= taken
+            return taken

@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
 
-from refimpl.config import ModelConfig
-from refimpl.errors import PromptError, RequestError
+import msgspec
+
+from refimpl.config import EngineArgs, ModelConfig
+from refimpl.errors import PromptError, RequestError, SamplingParamsError
 from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
 from refimpl.outputs import RequestMetrics
 from refimpl.request import Request, Sequence
+from refimpl.sampling.hooks import LogitsHooks
+from refimpl.sampling_intake import SamplingIntake
 from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """What a user asked for, checked and tokenised: all that can be done without the engine's state."""
+
+    request_id: str
+    prompt: str | None
+    """The text, where one was given."""
+    token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    user: str | None = None
 
 
 class Intake:
     """Checks prompts against the model, and numbers requests and sequences in order of arrival."""
 
     def __init__(
-        self, tokenizer: Tokenizer, model: ModelConfig, max_model_len: int, seed: int, clock: Callable[[], float]
+        self,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        max_model_len: int,
+        args: EngineArgs,
+        clock: Callable[[], float],
+        logits_hooks: LogitsHooks | None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._sampling = SamplingIntake(tokenizer, model, args.max_logprobs)
+        self._logits_hooks = logits_hooks
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
-        self._seed = seed
+        self._seed = args.seed
         self._clock = clock
         self._num_requests = 0
         self._num_sequences = 0
@@ -61,31 +88,49 @@ class Intake:
                 )
         return token_ids
 
-    def make_request(
+    def prepare(
         self,
         request_id: str,
-        prompt: str | None,
-        token_ids: list[int],
+        prompt: str | list[int],
         params: SamplingParams,
         *,
-        priority: int,
-        cache_salt: str | None,
-        user: str | None,
-    ) -> Request:
-        """The request and its samples. Nothing is numbered until :meth:`accept`, so a refused one leaves no gap."""
+        priority: int = 0,
+        cache_salt: str | None = None,
+        user: str | None = None,
+    ) -> PreparedRequest:
+        """Check the arguments of a request, and tokenise its prompt. Touches nothing, so any thread may call it.
+
+        Raises:
+            RequestError: an argument is wrong.
+
+        """
+        check_kinds(request_id, params, priority)
+        token_ids = self.token_ids(request_id, prompt)
+        text = prompt if isinstance(prompt, str) else None
+        return PreparedRequest(request_id, text, token_ids, params, priority, cache_salt, user)
+
+    def make_request(self, prepared: PreparedRequest) -> Request:
+        """The request and its samples. Nothing is numbered until :meth:`accept`, so a refused one leaves no gap.
+
+        Raises:
+            SamplingParamsError: the parameters do not fit the model, the engine or the prompt.
+
+        """
+        params, token_ids = prepared.params, prepared.token_ids
         room = self._max_model_len - len(token_ids)
         request = Request(
-            request_id=request_id,
-            prompt=prompt,
+            request_id=prepared.request_id,
+            prompt=prepared.prompt,
             prompt_token_ids=token_ids,
             params=params,
             seed=mix_seed(self._seed, self._num_requests) if params.seed is None else params.seed,
-            priority=priority,
-            cache_salt=cache_salt,
-            user=user,
+            priority=prepared.priority,
+            cache_salt=prepared.cache_salt,
+            user=prepared.user,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            metrics=RequestMetrics(arrival_time=self._clock()),
+            metrics=RequestMetrics(arrival_time=self._clock(), num_prompt_tokens=len(token_ids)),
         )
+        self._fit_sampling(request)
         request.sequences = [
             Sequence(
                 sequence_id=self._num_sequences + index,
@@ -101,10 +146,58 @@ class Intake:
             sequence.leader = request.sequences[0]
         return request
 
+    def _fit_sampling(self, request: Request) -> None:
+        """Give a request its sampling numbers, or say why it can have none."""
+        params, fits = request.params, request.max_tokens
+        try:
+            request.sampling = self._sampling.numbers(params)
+            if fits >= 1 and params.min_tokens > fits:  # where nothing fits, the scheduler says so
+                raise SamplingParamsError(
+                    f"min_tokens is {params.min_tokens}, but at most {fits} fit behind a prompt of "
+                    f"{len(request.prompt_token_ids)} tokens (max_model_len is {self._max_model_len}); lower it",
+                    min_tokens=params.min_tokens,
+                    fits=fits,
+                )
+            if params.logits_hook is not None and self._logits_hooks is None:
+                raise SamplingParamsError(
+                    "logits_hook is given, but this engine computes in other processes, which it cannot reach"
+                )
+        except SamplingParamsError as error:
+            error.request_id = request.request_id
+            raise
+
+    def make_branch(self, parent: Sequence, new_id: str, params: SamplingParams | None) -> Request:
+        """A request that goes on from all that a sample holds so far, on a path of randomness of its own.
+
+        Raises:
+            RequestError: more than one sample is asked for.
+
+        """
+        origin = parent.request
+        params = params or msgspec.structs.replace(origin.params, n=1)
+        check_kinds(new_id, params, origin.priority)
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a fork is one sample, fork again for more", request_id=new_id)
+        request = self.make_request(
+            PreparedRequest(new_id, None, list(parent.token_ids), params, origin.priority, origin.cache_salt, origin.user)
+        )
+        if params.seed is None:
+            request.seed = origin.seed
+        request.sequences[0].path = branch(parent.path, parent.num_forks)
+        return request
+
     def accept(self, request: Request) -> None:
-        """Count a request that the scheduler took."""
+        """Count a request that the scheduler took, and let the executor find its hook."""
         self._num_requests += 1
         self._num_sequences += len(request.sequences)
+        if (hook := request.params.logits_hook) is not None and self._logits_hooks is not None:
+            self._logits_hooks.update({sequence.sequence_id: hook for sequence in request.sequences})
+
+    def forget(self, request: Request) -> None:
+        """A request has ended: the executor needs its hook no more."""
+        if request.params.logits_hook is not None and self._logits_hooks is not None:
+            for sequence in request.sequences:
+                self._logits_hooks.pop(sequence.sequence_id, None)
 
 
 def check_kinds(request_id: object, sampling_params: object, priority: object) -> None:

@@ -13,7 +13,8 @@ from types import FrameType
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
     """Within the block, a first SIGINT only sets a flag; call what is yielded between steps to raise KeyboardInterrupt then.
 
-    A second one, while the first still waits for a long step, goes through at once.
+    A second one, while the first still waits for a long step, goes through at once. One that nobody took is raised at the
+    block's end, whatever else the block raises.
 
     A block within a block has the same flag. Outside the main thread, and where somebody else handles SIGINT in their own
     way, nothing is changed. The handler of before is back when the block ends.
@@ -22,6 +23,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
     def check() -> None:
         if interrupted.is_set():
+            interrupted.clear()
             raise KeyboardInterrupt
 
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -32,6 +34,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
         if interrupted.is_set():
+            interrupted.clear()
             raise KeyboardInterrupt
         interrupted.set()
 
@@ -39,6 +42,10 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield check
-        check()
-    finally:
+    except BaseException as error:
         signal.signal(signal.SIGINT, previous)
+        if interrupted.is_set():
+            raise KeyboardInterrupt from error
+        raise
+    signal.signal(signal.SIGINT, previous)
+    check()  # after the handler is back: none slips in between

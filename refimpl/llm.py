@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from types import TracebackType
 from typing import Any, TypedDict
 
 import msgspec
 
+from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RequestError
@@ -69,7 +71,7 @@ class LLM:
 
         """
         listed = _as_list(prompts)
-        return self._run([_unwrap(prompt) for prompt in listed], sampling_params, use_tqdm)
+        return self._run([unwrap(prompt) for prompt in listed], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -149,23 +151,24 @@ class LLM:
 
     def _step_until_done(self, request_ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         """Step until these requests have ended. Outputs of others (``llm.engine.add_request``) are kept for their host."""
-        from tqdm.auto import tqdm
-
         outputs: dict[str, RequestOutput] = {}
         wanted, others = set(request_ids), []
         num_aborted = self.engine.num_aborted
+        answer_widgets = comm_messages_between_steps()
         with (
             interrupts_between_steps() as check_interrupt,
-            tqdm(total=len(wanted), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+            _progress_bar(len(wanted)) if use_tqdm else nullcontext() as bar,
         ):
             while len(outputs) < len(wanted):
                 check_interrupt()
-                for output in self.engine.step():
+                answer_widgets()
+                for output in self.engine.step(while_held=answer_widgets):
                     if output.request_id not in wanted:
                         others.append(output)
                     elif output.finished:
                         outputs[output.request_id] = output
-                        bar.update()
+                        if bar is not None:
+                            bar.update()
                 if self.engine.num_aborted != num_aborted:
                     num_aborted = self.engine.num_aborted
                     for request_id in wanted - outputs.keys():
@@ -175,6 +178,13 @@ class LLM:
                             )
         self.engine.keep_for_next_step(others)
         return outputs
+
+
+def _progress_bar(total: int) -> Any:
+    """Made only to be shown: tqdm starts a thread with its first bar, shown or not."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="Processed prompts", unit="prompt")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -191,7 +201,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return listed
 
 
-def _unwrap(prompt: Any) -> str | list[int]:
+def unwrap(prompt: Any) -> str | list[int]:
+    """The text or the token ids of a prompt in any form.
+
+    Raises:
+        RequestError: a dict has neither, or one of another kind.
+
+    """
     if not isinstance(prompt, dict):
         unwrapped: str | list[int] = prompt  # the engine checks it
         return unwrapped

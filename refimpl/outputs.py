@@ -8,13 +8,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgspec
+
+from refimpl.logprobs import Logprob, TokenLogprobs
+from refimpl.sampling_numbers import SamplingNumbers
 
 NO_TOKEN = -1
 """A row that drew nothing: its prompt is not computed to the end yet."""
 BAD_LOGITS = -2
 """A row whose logits hold NaN, +inf, or no finite number at all: its request fails, alone."""
+NOTHING_LEFT = -3
+"""A row of which allowed_token_ids, bad_words, min_tokens or a hook left no token: its request fails, alone."""
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -40,13 +46,14 @@ class Admission(msgspec.Struct, frozen=True, gc=False, array_like=True):
     sequence_id: int
     token_ids: tuple[int, ...]
     """Prompt, and the output so far of one that was preempted."""
+    num_prompt_tokens: int
     num_computed_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
     seed: int
     path: int
+    reads_from: int = 0
+    """The first position whose logits, hidden state or prompt log-probability is sent back if the request asks for it.
+    Samples that share a prompt leave the prompt to the first of them."""
+    sampling: SamplingNumbers = SamplingNumbers()
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -165,7 +172,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return not self.batch.slots
 
     def to_wire(self, known_version: int) -> bytes:
-        """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes."""
+        """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes.
+
+        Raises:
+            TypeError: a request that is admitted has a logits hook, which is an object of this process.
+
+        """
+        for admission in self.admitted:
+            if admission.sampling.hooked:
+                raise TypeError(
+                    f"sequence {admission.sequence_id} has a logits hook, which cannot be sent to another process"
+                )
         batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
         return msgspec.msgpack.encode((self.step, batch, self.admitted, self.new_blocks, self.copies, self.restarted))
 
@@ -185,33 +202,100 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return cls(step, batch, admitted=admitted, restarted=restarted, new_blocks=new_blocks, copies=copies)
 
 
+class RowExtras(msgspec.Struct, frozen=True):
+    """What a row sends back beside its token, where its request asks for it. Arrays are numpy's, float32."""
+
+    logprobs: TokenLogprobs | None = None
+    """Of the token drawn."""
+    prompt_logprobs: dict[int, TokenLogprobs] = {}
+    """By position in the prompt; position 0 has none."""
+    logits: dict[int, Any] = {}
+    """Raw logits ``[V]`` after the token at each position."""
+    hidden_states: dict[int, Any] = {}
+    """Last hidden state ``[H]`` of each position."""
+    failure: str | None = None
+    """Why the row's request cannot go on, in a sentence."""
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     """What a step computed: one entry a row of its batch."""
 
     token_ids: tuple[int, ...]
-    """The token drawn, ``NO_TOKEN`` or ``BAD_LOGITS``."""
+    """The token drawn, ``NO_TOKEN``, ``BAD_LOGITS`` or ``NOTHING_LEFT``."""
+    extras: dict[int, RowExtras] = {}
+    """By row, for the few that have any."""
 
 
 class RequestMetrics(msgspec.Struct):
-    """When things happened to a request, in seconds of the engine's clock (``time.monotonic``); kept up while it runs."""
+    """When things happened to a request, and how many tokens it had; kept up while it runs.
+
+    Times of the day are seconds of the engine's clock (``time.monotonic``), durations are seconds. What has not happened yet
+    is None.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
+    """When it first got a slot and blocks."""
     first_token_time: float | None = None
     finished_time: float | None = None
     token_times: list[list[float]] = []
     """For each sample, when each of its output tokens became known."""
     num_preemptions: int = 0
+    """How often a sample gave its slot and blocks back to others."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were found in the prefix cache when it first ran: they were not computed."""
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Output tokens so far, of all samples."""
+        return sum(map(len, self.token_times))
+
+    @property
+    def queued_time(self) -> float | None:
+        """Seconds from arrival until it first ran."""
+        return _between(self.arrival_time, self.first_scheduled_time)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first output token of any sample (TTFT)."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+        """Seconds from arrival to the first output token of any sample (TTFT): queue and prompt."""
+        return _between(self.arrival_time, self.first_token_time)
 
     @property
     def inter_token_latencies(self) -> list[list[float]]:
         """For each sample, the seconds between neighbouring output tokens (ITL)."""
         return [[b - a for a, b in itertools.pairwise(times)] for times in self.token_times]
+
+    @property
+    def mean_time_per_output_token(self) -> float | None:
+        """Seconds a token after the first (TPOT), over all samples; None while none has two."""
+        latencies = [latency for sample in self.inter_token_latencies for latency in sample]
+        return sum(latencies) / len(latencies) if latencies else None
+
+    @property
+    def e2e_latency(self) -> float | None:
+        """Seconds from arrival until the last sample ended."""
+        return _between(self.arrival_time, self.finished_time)
+
+    def __str__(self) -> str:
+        def ms(seconds: float | None) -> str:
+            return "not yet" if seconds is None else f"{1000 * seconds:,.1f} ms"
+
+        rows = [
+            ("prompt", f"{self.num_prompt_tokens:,} tokens, {self.num_cached_tokens:,} of them cached"),
+            ("output", f"{self.num_generation_tokens:,} tokens"),
+            ("queued", ms(self.queued_time)),
+            ("first token after", ms(self.time_to_first_token)),
+            ("a token takes", ms(self.mean_time_per_output_token)),
+            ("end to end", ms(self.e2e_latency)),
+        ]
+        if self.num_preemptions:
+            rows.append(("preempted", f"{self.num_preemptions} times"))
+        return "\n".join(f"{name:<18} {value}" for name, value in rows)
+
+
+def _between(start: float, end: float | None) -> float | None:
+    return None if end is None else end - start
 
 
 class CompletionOutput(msgspec.Struct, frozen=True):
@@ -223,12 +307,31 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     """None while it runs; then stop, length, abort or error."""
     stop_reason: int | str | None = None
-    """The id in ``stop_token_ids`` that ended it, or a sentence about an error or an early end."""
+    """The id in ``stop_token_ids`` or the string in ``stop`` that ended it, or a sentence about an error or an early end."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One dict a token of ``token_ids``: its own, and the most probable ones, by id. None where none were asked for."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities of all output tokens so far, with deltas too."""
+    logits: dict[int, Any] = {}
+    """Raw logits after the token at each position asked for, numpy float32 ``[V]``, as far as it was computed."""
+    hidden_states: dict[int, Any] = {}
+    """The same for last hidden states, ``[H]``."""
 
     @property
     def finished(self) -> bool:
         """Whether this sample has ended."""
         return self.finish_reason is not None
+
+    def joined(self, later: CompletionOutput) -> CompletionOutput:
+        """Two deltas of one sample as one: text, lists and dicts put together, the rest later's."""
+        changes: dict[str, Any] = {"text": self.text + later.text}
+        for name in self.__struct_fields__:
+            old, new = getattr(self, name), getattr(later, name)
+            if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+                changes[name] = [*old, *new]
+            elif isinstance(old, dict) and isinstance(new, dict):
+                changes[name] = {**old, **new}
+        return msgspec.structs.replace(later, **changes)
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
@@ -240,3 +343,22 @@ class RequestOutput(msgspec.Struct, frozen=True):
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry a prompt token, the first of them None; None where none were asked for, and until the prompt is computed."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache and not computed."""
+        return self.metrics.num_cached_tokens
+
+    def joined(self, later: RequestOutput) -> RequestOutput:
+        """Two deltas of one request as one, for a reader who missed the first."""
+        samples = {sample.index: sample for sample in self.outputs}
+        for sample in later.outputs:
+            earlier = samples.get(sample.index)
+            samples[sample.index] = sample if earlier is None else earlier.joined(sample)
+        return msgspec.structs.replace(
+            later,
+            outputs=[samples[index] for index in sorted(samples)],
+            prompt_logprobs=later.prompt_logprobs or self.prompt_logprobs,
+        )

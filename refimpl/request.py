@@ -12,7 +12,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from refimpl.outputs import Decision, RequestMetrics
+from refimpl.logprobs import TokenLogprobs
+from refimpl.outputs import Decision, RequestMetrics, RowExtras
+from refimpl.sampling_numbers import SamplingNumbers, plain_numbers
 from refimpl.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,6 +29,14 @@ class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Readings:
+    """Raw logits and last hidden states by position, as ``return_logits`` and ``return_hidden_states`` ask."""
+
+    logits: dict[int, Any] = field(default_factory=dict)
+    hidden_states: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -58,13 +68,34 @@ class Sequence:
     """The row of the running batch that it holds."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id, or the sentence that explains an error or an early end."""
+    """The stop token id, the stop string, or the sentence that explains an error or an early end."""
     num_preemptions: int = 0
     num_forks: int = 0
     """How many branches left it: each takes a path of its own."""
     token_times: list[float] = field(default_factory=list)
     """When each output token became known, in seconds of the engine's clock."""
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Those of each output token, where they were asked for."""
+    readings: Readings = field(default_factory=Readings)
+    """What was asked for at positions of the output."""
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether it must compute every token of its prompt, for what the request reads there: the first sample does."""
+        return self.index == 0 and self.request.params.reads_prompt_logits
+
+    def take(self, extras: RowExtras) -> None:
+        """Keep what a row sent back; by position, so that what is computed again is only written again."""
+        self.request.prompt_logprobs.update(extras.prompt_logprobs)
+        for position, array in extras.logits.items():
+            self._readings_at(position).logits[position] = array
+        for position, array in extras.hidden_states.items():
+            self._readings_at(position).hidden_states[position] = array
+
+    def _readings_at(self, position: int) -> Readings:
+        """The prompt is the same for all samples."""
+        return self.request.readings if position < self.num_prompt_tokens else self.readings
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +148,15 @@ class Request:
     user: str | None = None
     """Whom it is for: policies may share the machine out by it."""
     sequences: list[Sequence] = field(default_factory=list)
+    sampling: SamplingNumbers = field(init=False)
+    """What the executor is told of ``params``; the intake fills in what only model and tokenizer can tell."""
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By position, as far as they are computed."""
+    readings: Readings = field(default_factory=Readings)
+    """What was asked for at positions of the prompt."""
+
+    def __post_init__(self) -> None:
+        self.sampling = plain_numbers(self.params)
 
     @property
     def finished(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
@@ -33,7 +34,24 @@ class LogitsHook(Protocol):
         """The changed logits ``[V]`` (float32, a new tensor or the given one) for the token after ``token_ids`` ``[L]``."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _NamesItsFields(type(msgspec.Struct)):  # type: ignore[misc]
+    """Refuses unknown parameters with a sentence that names the nearest ones, where msgspec has a TypeError."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            raise SamplingParamsError(
+                f"SamplingParams takes names only, as in SamplingParams(temperature=0), not {args[0]!r}"
+            )
+        known = cls.__struct_fields__
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=2)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"the parameters are {', '.join(known)}"
+                raise SamplingParamsError(f"unknown sampling parameter {name!r}; {hint}")
+        return super().__call__(**kwargs)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesItsFields):
     """How to draw the tokens of one request; checked when made.
 
     The order is: logits in float32 → ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` → penalties →
@@ -205,4 +223,4 @@ def _is_bias(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
     items: Iterable[tuple[object, object]] = value.items()
-    return all(_is_int(key) and key >= 0 and _is_number(bias) and math.isfinite(bias) for key, bias in items)  # type: ignore[operator, arg-type]
+    return all(_is_int(key) and key >= 0 and _is_number(bias) and abs(bias) < math.inf for key, bias in items)  # type: ignore[operator, arg-type]

@@ -81,6 +81,11 @@ class StepLoop:
         while self._in_flight:
             self._take_in_oldest()
 
+    def tell_news(self) -> None:
+        """Record what happened since the last step when no further step will."""
+        if self.scheduler.has_news:
+            self.recorder.record(self.scheduler.schedule(), StepUpdate([]), self.recorder.plan_time(self.scheduler))
+
     def drain_if_idle(self) -> None:
         """Take in a step that was submitted before its only sequences turned out to have ended: all of it is discarded."""
         if not self.scheduler.has_unfinished:

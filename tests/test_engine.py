@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from refimpl import LLM, Engine, EngineArgs, SamplingParams
-from refimpl.engine import FINISHED_KEPT
 from refimpl.errors import ConfigError, OutOfMemoryError, PromptError, RefimplError, RequestError, UnknownOptionError
 from refimpl.models.tiny import tiny
+from refimpl.request_book import FINISHED_KEPT
 
 
 def make(**options):
@@ -371,7 +371,7 @@ def test_the_last_thousand_finished_requests_are_kept():
     for number in range(FINISHED_KEPT + 5):
         engine.add_request(str(number), [1], SamplingParams(temperature=0, max_tokens=1, output_kind="final_only"))
     drain(engine)
-    assert len(engine._finished) == FINISHED_KEPT
+    assert len(engine._book._finished) == FINISHED_KEPT
     with pytest.raises(RequestError):
         engine.explain("4")
     assert "finished" in engine.explain("5")
@@ -442,7 +442,7 @@ def test_forks_of_a_sampled_request_go_their_own_ways_and_say_so():
     continued = finished["tree"].outputs[0].token_ids[len(finished["left"].prompt_token_ids) - 5 :]
     assert len({tuple(left[:10]), tuple(right[:10]), tuple(continued[:10])}) == 3
     assert "shares all 1 block(s) of tree" in engine.explain("left")
-    assert engine._finished["left"].cache_salt == "s"
+    assert engine._book._finished["left"].cache_salt == "s"
     assert [record.forks for record in engine.events.records if record.forks] == [((0, 1), (0, 2))]
     engine.close()
 

@@ -18,13 +18,19 @@ from refimpl.kernels import reference
 every = [
     SamplingParams(temperature=0, max_tokens=5),
     SamplingParams(temperature=1, n=2, max_tokens=5),
-    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, max_tokens=5),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, max_tokens=5, logprobs=2, prompt_logprobs=0),
+    SamplingParams(presence_penalty=1, logit_bias={1: 2}, bad_words=["a", "bcd"], min_tokens=2, max_tokens=5),
+    SamplingParams(
+        allowed_token_ids=[1, 2, 3], repetition_penalty=2, logits_hook=lambda ids, logits: logits + 1,
+        prompt_logprobs=3, return_logits=[0, 2], return_hidden_states=[1, 4], max_tokens=5,
+    ),
 ]
 small = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 12, "block_size": 4}
 naive = {"enable_kv_cache": False, "max_num_batched_tokens": 64}
 for options in ({"dtype": "float64"}, {"dtype": "bfloat16"}, naive, {"async_scheduling": True}):
     with LLM("tiny", **(small | options)) as llm:
-        assert len(llm.generate([[1, 2, 3], [7] * 30, [5]], every, use_tqdm=False)) == 3
+        outputs = llm.generate([[1, 2, 3], [7] * 30, [5], [6, 7], [8, 9]], every, use_tqdm=False)
+        assert [output.outputs[0].finish_reason in ("stop", "length") for output in outputs] == [True] * 5
 try:
     reference.rms_norm(torch.zeros(3, 8), torch.zeros(7), 1e-5)
 except jaxtyping.TypeCheckError:

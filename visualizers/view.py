@@ -192,11 +192,14 @@ _ACTIONS: dict[str, Callable[[View, dict[str, Any]], None]] = {
 
 
 def _answer_where_asked(comm: Any) -> None:
-    """Have a comm's messages handled in the subshell that the front end names.
+    """Have a comm's messages handled while a cell runs: in the subshell that the front end names, else between two steps.
 
-    ipykernel 7.4 sends them to the shell in which the comm was last spoken through instead. A cell opens it, and frames come
-    from a thread that counts to that cell's shell: so every click would wait until the cell has run.
+    The mark is for :mod:`refimpl.comm_messages`. As for subshells, ipykernel 7.4 sends messages to the shell in which the
+    comm was last spoken through instead. A cell opens it, and frames come from a thread that counts to that cell's shell: so
+    every click would wait until the cell has run.
     """
+    if comm is not None:
+        comm.answers_between_steps = True
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda _data, asked: asked
 

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
+from refimpl.sampling.hooks import LogitsHooks
 
 
 @runtime_checkable
@@ -19,6 +20,9 @@ class Executor(Protocol):
     weight_bytes: int
     device_name: str
     """Where it computes, for people."""
+    logits_hooks: LogitsHooks | None
+    """Where the engine puts the hooks of requests, by sequence id; None where steps are computed in another process, which
+    no hook can reach: such requests are refused."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step. It may be computed now or later; a failure arrives with the future."""

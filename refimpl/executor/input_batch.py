@@ -15,9 +15,10 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
-from refimpl.outputs import NO_TOKEN, Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from refimpl.executor.readout import Read, Readout
+from refimpl.outputs import NO_TOKEN, Admission, Batch, ModelRunnerOutput, NewBlocks, RowExtras, SchedulerOutput
 from refimpl.sampling.sampler import SamplingRows
-from refimpl.sampling_params import GREEDY_BELOW
+from refimpl.sampling.slots import SamplingSlots
 
 
 @dataclass(frozen=True)
@@ -35,29 +36,29 @@ class StepInputs:
     """Which of these each of them draws from; None where it is one each. Samples that begin together share one."""
     slots: Int64[Tensor, "R"]
     sampling: SamplingRows
+    logprobs: dict[int, int]
+    """How many most probable tokens are reported beside the one drawn, for those of the drawing rows that ask."""
+    reads: list[Read]
+    """What is read of the model at other positions than those that draw."""
 
 
 class InputBatch:
     """State of ``max_num_seqs`` slots (``N``), each with room for ``max_model_len`` tokens (``L``)."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, sampling: SamplingSlots
+    ) -> None:
         self.device = device
         self.block_size = block_size
+        self.sampling = sampling
+        self.readout = Readout(max_num_seqs)
         N, L = max_num_seqs, max_model_len
         self.token_ids = torch.zeros(N, L, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(N, -(-L // block_size), dtype=torch.int32, device=device)
-        self.temperature = torch.zeros(N, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(N, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(N, dtype=torch.int64, device=device)
-        self.min_p = torch.zeros(N, dtype=torch.float32, device=device)
-        self.seed = torch.zeros(N, dtype=torch.int64, device=device)
-        self.path = torch.zeros(N, dtype=torch.int64, device=device)
         # The host's copies: what shapes a step.
         self.num_tokens = np.zeros(N, dtype=np.int64)
         self.num_computed_tokens = np.zeros(N, dtype=np.int64)
         self.num_blocks = np.zeros(N, dtype=np.int64)
-        self.random = np.zeros(N, dtype=bool)
-        self.filtered = np.zeros(N, dtype=bool)
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
         """Take in a step's changes, in the order that SchedulerOutput promises."""
@@ -76,14 +77,8 @@ class InputBatch:
         self.num_tokens[slot] = count
         self.num_computed_tokens[slot] = admission.num_computed_tokens
         self.num_blocks[slot] = 0
-        self.temperature[slot] = admission.temperature
-        self.top_p[slot] = admission.top_p
-        self.top_k[slot] = admission.top_k
-        self.min_p[slot] = admission.min_p
-        self.seed[slot] = admission.seed
-        self.path[slot] = admission.path
-        self.random[slot] = admission.temperature >= GREEDY_BELOW
-        self.filtered[slot] = admission.top_p < 1 or admission.top_k > 0 or admission.min_p > 0
+        self.sampling.admit(admission)
+        self.readout.admit(admission)
 
     def _append_blocks(self, new_blocks: NewBlocks) -> None:
         first = self.num_blocks[new_blocks.slot]
@@ -101,6 +96,7 @@ class InputBatch:
         positions = self._to_device(np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1]))
         self.num_computed_tokens[slots] = contexts
         drawing = np.flatnonzero(contexts == self.num_tokens[slots])
+        drawing_slots = self._to_device(slots[drawing])
         # A row of 0 tokens ends where the row before it does, so it draws from the same token.
         last_tokens, logits_row = np.unique(ends[drawing] - 1, return_inverse=True)
         return StepInputs(
@@ -116,8 +112,10 @@ class InputBatch:
             drawing=drawing.tolist(),
             last_tokens=self._to_device(last_tokens),
             logits_row=self._to_device(logits_row) if len(last_tokens) < len(drawing) else None,
-            slots=self._to_device(slots[drawing]),
-            sampling=self._sampling_rows(slots[drawing]),
+            slots=drawing_slots,
+            sampling=self.sampling.rows(slots[drawing], self.num_tokens[slots[drawing]], drawing_slots, self.token_ids),
+            logprobs=self.readout.logprob_counts(slots[drawing]),
+            reads=self.readout.reads(slots, starts, counts, ends - counts),
         )
 
     def _slot_mapping(self, token_slots: Int[Tensor, "T"], positions: Int[Tensor, "T"]) -> Int64[Tensor, "T"]:
@@ -125,21 +123,9 @@ class InputBatch:
         block_ids = self.block_table[token_slots, positions // self.block_size].long()
         return block_ids * self.block_size + positions % self.block_size
 
-    def _sampling_rows(self, slots: np.ndarray) -> SamplingRows:
-        on_device = self._to_device(slots)
-        return SamplingRows(
-            temperature=self.temperature[on_device],
-            top_p=self.top_p[on_device],
-            top_k=self.top_k[on_device],
-            min_p=self.min_p[on_device],
-            seed=self.seed[on_device],
-            path=self.path[on_device],
-            position=self._to_device(self.num_tokens[slots]),
-            random=np.flatnonzero(self.random[slots]).tolist(),
-            filtered=bool((self.random & self.filtered)[slots].any()),
-        )
-
-    def commit(self, inputs: StepInputs, num_rows: int, token_ids: Int64[Tensor, "R"]) -> ModelRunnerOutput:
+    def commit(
+        self, inputs: StepInputs, num_rows: int, token_ids: Int64[Tensor, "R"], extras: dict[int, RowExtras]
+    ) -> ModelRunnerOutput:
         """Append the tokens drawn to their sequences, on the device, and bring their ids to the host."""
         drawn = [NO_TOKEN] * num_rows
         if inputs.drawing:
@@ -147,7 +133,7 @@ class InputBatch:
             self.num_tokens[inputs.slots.cpu().numpy()] += 1
             for row, token_id in zip(inputs.drawing, token_ids.tolist(), strict=True):
                 drawn[row] = token_id
-        return ModelRunnerOutput(tuple(drawn))
+        return ModelRunnerOutput(tuple(drawn), extras)
 
     def _to_device(self, array: np.ndarray) -> Int64[Tensor, "size"]:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import threading
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -19,8 +22,14 @@ from refimpl.executor.model_runner import ModelRunner
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from refimpl.sampling.hooks import LogitsHooks
+from refimpl.sampling.slots import SamplingSlots
+from refimpl.sampling_numbers import SamplingNumbers
 
 log = logging.getLogger(__name__)
+
+WORKER = "refimpl-step"
+"""How the threads that compute steps are named."""
 
 
 class LocalExecutor:
@@ -39,6 +48,7 @@ class LocalExecutor:
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
         self.weight_bytes = checkpoint.config.num_parameters * self.dtype.itemsize
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
+        self.logits_hooks: LogitsHooks | None = {}
         self._check_room_for_weights(checkpoint)
         try:
             model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
@@ -50,7 +60,15 @@ class LocalExecutor:
             self.runner = ModelRunner(
                 model,
                 KVCache(checkpoint.config, self.num_blocks, args.block_size, self.dtype, self.device),
-                InputBatch(max_num_seqs, max_model_len, args.block_size, self.device),
+                InputBatch(
+                    max_num_seqs,
+                    max_model_len,
+                    args.block_size,
+                    self.device,
+                    SamplingSlots(
+                        max_num_seqs, checkpoint.config.vocab_size, self.device, self.logits_hooks, args.logits_hook
+                    ),
+                ),
                 backend,
             )
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -60,8 +78,9 @@ class LocalExecutor:
                 f"{checkpoint.name} needs {self.weight_bytes / GIB:.2f} GiB for its "
                 f"weights in {args.dtype} beside its KV cache, which {self.device} does not have: {error}"
             ) from error
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="refimpl-step") if asynchronous else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         self._closed = False
+        self._process = os.getpid()
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
@@ -79,27 +98,35 @@ class LocalExecutor:
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step: at once, or in the worker thread after those before it."""
         if self._thread is not None:
-            return self._thread.submit(self.runner.execute, scheduler_output)
+            return self._thread.submit(_execute, self.runner, scheduler_output)
         future: Future[ModelRunnerOutput] = Future()
         try:
-            future.set_result(self.runner.execute(scheduler_output))
+            future.set_result(_execute(self.runner, scheduler_output))
         except BaseException as error:  # a second Ctrl-C too: the engine must learn that this step is torn
             future.set_exception(error)
         return future
 
     def close(self) -> None:
-        """End the thread and release weights and cache, whoever still refers to them."""
-        if self._closed:
+        """End the thread and release weights and cache, whoever still refers to them.
+
+        In a child that was forked off, nothing is done: thread, device and memory are its parent's.
+        """
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         if self._thread is not None:
-            self._thread.shutdown(wait=True)
+            in_worker = threading.current_thread().name.startswith(WORKER)  # garbage is collected anywhere
+            self._thread.shutdown(wait=not in_worker)
+            if in_worker:
+                return  # a step may be running; when it ends, nobody refers to the tensors
         self.runner.kv_cache.release()
         self.runner.model.release()
         del self.runner
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            memory.give_back_to_the_system()
 
     def _available_bytes(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
         """Bytes that the KV cache may take. On a GPU, the largest step is run once to see what it needs beside."""
@@ -127,14 +154,29 @@ class LocalExecutor:
         runner = ModelRunner(
             model,
             KVCache(config, num_blocks, args.block_size, self.dtype, self.device),
-            InputBatch(1, num_blocks * args.block_size + 1, args.block_size, self.device),
+            InputBatch(
+                1,
+                num_blocks * args.block_size + 1,
+                args.block_size,
+                self.device,
+                SamplingSlots(1, config.vocab_size, self.device),
+            ),
             choose_backend(args.attention_backend, config.head_dim),
         )
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        sequence = Admission(0, 0, (0,) * num_tokens, 0, 1.0, 0.5, 0, 0.0, 0, 0)
+        sequence = Admission(0, 0, (0,) * num_tokens, num_tokens, 0, 0, 0, sampling=SamplingNumbers(top_p=0.5))
         blocks = NewBlocks(0, tuple(range(1, num_blocks + 1)))
         runner.execute(SchedulerOutput(0, Batch(1, (0,), (0,), (num_tokens,)), admitted=(sequence,), new_blocks=(blocks,)))
         # A row that is filtered and sampled holds about six copies of its float32 logits.
         logits = 6 * 4 * max_num_seqs * config.vocab_size
         return int(torch.cuda.max_memory_allocated(self.device) - before) + logits
+
+
+def _execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    """A step. What it raises keeps its lines and loses its variables: a notebook's last traceback would hold tensors."""
+    try:
+        return runner.execute(scheduler_output)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+
 from refimpl.config import GIB, CacheConfig, ModelConfig
 from refimpl.errors import OutOfMemoryError
 
@@ -54,3 +57,9 @@ def num_blocks(cache: CacheConfig, model: ModelConfig, bytes_per_value: int, ava
             block=each,
         )
     return count
+
+
+def give_back_to_the_system() -> None:
+    """Have the C library hand its free memory to the system: glibc keeps blocks of a few MiB, as weights are, for later."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library has no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)

@@ -23,6 +23,7 @@ class ModelFreeExecutor:
         self.num_blocks = num_blocks
         self.block_bytes = self.weight_bytes = 0
         self.device_name = "no model"
+        self.logits_hooks = None
         self._first_token = first_token
         self._num_drawable = vocab_size - first_token
         self._paths: dict[int, int] = {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -9,9 +12,11 @@ from torch import Tensor
 from refimpl.attention.backend import AttentionBackend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch, StepInputs
+from refimpl.executor.readout import read_row
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
-from refimpl.sampling.sampler import sample
+from refimpl.outputs import ModelRunnerOutput, RowExtras, SchedulerOutput
+from refimpl.sampling.logprobs import token_logprobs
+from refimpl.sampling.sampler import Sampler
 
 
 class ModelRunner:
@@ -24,6 +29,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.input_batch = input_batch
         self.backend = backend
+        self.sampler = Sampler()
 
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -34,14 +40,34 @@ class ModelRunner:
         hidden = self.model(
             inputs.input_ids, inputs.positions, self.kv_cache.layers, self.backend.begin_step(inputs.attention)
         )
-        token_ids = self._draw(hidden, inputs)
-        return self.input_batch.commit(inputs, len(scheduler_output.batch.slots), token_ids)
+        extras = {
+            read.row: read_row(
+                read, hidden, self.input_batch.token_ids, self.model.compute_logits, self.model.config.vocab_size
+            )
+            for read in inputs.reads
+        }
+        token_ids = self._draw(hidden, inputs, extras)
+        return self.input_batch.commit(inputs, len(scheduler_output.batch.slots), token_ids, extras)
 
-    def _draw(self, hidden: Float[Tensor, "T H"], inputs: StepInputs) -> Int64[Tensor, "R"]:
-        """Logits only of the rows that draw: a prompt's other tokens need none."""
+    def _draw(self, hidden: Float[Tensor, "T H"], inputs: StepInputs, extras: dict[int, RowExtras]) -> Int64[Tensor, "R"]:
+        """Logits only of the rows that draw: a prompt's other tokens need none. What is told of them joins ``extras``."""
         if not inputs.drawing:
             return inputs.slots
         logits = self.model.compute_logits(hidden[inputs.last_tokens])
         if inputs.logits_row is not None:
             logits = logits[inputs.logits_row]
-        return sample(logits, inputs.sampling)
+        sampled = self.sampler.sample(logits, inputs.sampling)
+        for row, failure in sampled.failures.items():
+            _join(extras, inputs.drawing[row], failure=failure)
+        if asked := list(inputs.logprobs):
+            rows = torch.tensor(asked, device=logits.device)
+            token_ids = sampled.token_ids[rows].clamp(min=0)  # a row that failed has none
+            found = token_logprobs(logits[rows], token_ids, list(inputs.logprobs.values()))
+            for row, logprobs in zip(asked, found, strict=True):
+                _join(extras, inputs.drawing[row], logprobs=logprobs)
+        return sampled.token_ids
+
+
+def _join(extras: dict[int, RowExtras], row: int, **found: Any) -> None:
+    """Add something to what a row sends back."""
+    extras[row] = msgspec.structs.replace(extras.get(row, RowExtras()), **found)

@@ -9,6 +9,7 @@ from refimpl.config import EngineArgs, SchedulerConfig
 from refimpl.scheduler.policies import Policy
 from refimpl.scheduler.scheduler import Scheduler
 from refimpl.scheduler.static import StaticScheduler
+from refimpl.scheduler.stopping import TextWatch
 
 
 def make_scheduler(
@@ -18,10 +19,11 @@ def make_scheduler(
     eos_token_ids: tuple[int, ...],
     clock: Callable[[], float],
     policy: Policy,
+    text: TextWatch | None = None,
 ) -> Scheduler:
-    """The continuous scheduler, or the static baseline. ``clock`` counts seconds."""
+    """The continuous scheduler, or the static baseline. ``clock`` counts seconds; ``text`` finds stop strings."""
     if args.scheduler == "static":
         return StaticScheduler(
-            config, kv_cache_manager, eos_token_ids, clock, policy, drop_finished=args.static_drop_finished
+            config, kv_cache_manager, eos_token_ids, clock, policy, text, drop_finished=args.static_drop_finished
         )
-    return Scheduler(config, kv_cache_manager, eos_token_ids, clock, policy)
+    return Scheduler(config, kv_cache_manager, eos_token_ids, clock, policy, text)

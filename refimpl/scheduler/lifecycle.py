@@ -17,13 +17,19 @@ from refimpl.scheduler.policies import FirstComeFirstServed, Policy
 from refimpl.scheduler.preemption import view
 from refimpl.scheduler.request_queue import RequestQueue
 from refimpl.scheduler.running_set import RunningSet
+from refimpl.scheduler.stopping import NoText, TextWatch
 
 
 class Lifecycle:
     """Who waits, who runs, and what happened since the last step. The scheduler, which is one, decides when."""
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, clock: Callable[[], float], policy: Policy | None
+        self,
+        config: SchedulerConfig,
+        kv_cache_manager: KVCacheManager,
+        clock: Callable[[], float],
+        policy: Policy | None,
+        text: TextWatch | None,
     ) -> None:
         self.config = config
         self.policy: Policy = policy or FirstComeFirstServed()
@@ -35,6 +41,7 @@ class Lifecycle:
         self.sequences: dict[int, Sequence] = {}
         """All that have not ended, by id."""
         self._clock = clock
+        self._text: TextWatch = text or NoText()
         self._log = DecisionLog(clock)
         self._arrived: list[Arrival] = []
         self._aborted: list[Finish] = []
@@ -85,7 +92,7 @@ class Lifecycle:
         [child] = request.sequences
         self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
         self.sequences[child.sequence_id] = child
-        if parent.status is Status.RUNNING and not self.running.full and self.can_share:
+        if parent.status is Status.RUNNING and not self.running.full and self.can_share and not child.reads_prompt:
             shared = self.kv.fork(parent.sequence_id, child.sequence_id)
             child.num_computed_tokens = parent.num_computed_tokens
             self._take_slot(child)
@@ -168,7 +175,10 @@ class Lifecycle:
         return self._end(sequence, reason, block_ids)
 
     def _end(self, sequence: Sequence, reason: FinishReason, block_ids: list[int], stays: bool = False) -> Finish:
-        """Say that nothing more comes of a sequence."""
+        """Say that nothing more comes of a sequence. The text that was held back to its end may hold a stop string."""
+        if reason in ("stop", "length") and (found := self._text.finish(sequence)) is not None:
+            sequence.stop_reason, reason = found, "stop"
+            self._log.add(sequence, "stop_string", stop=found)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self.sequences[sequence.sequence_id]

@@ -67,19 +67,17 @@ class StepPlan:
         ``shared_blocks`` are the head of its table: cached ones, or those of the sequence that it was forked from.
         """
         assert sequence.slot is not None
-        params = sequence.request.params
         self.admitted.append(
             Admission(
                 slot=sequence.slot,
                 sequence_id=sequence.sequence_id,
                 token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
                 num_computed_tokens=sequence.num_computed_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                min_p=params.min_p,
                 seed=sequence.request.seed,
                 path=sequence.path,
+                reads_from=0 if sequence.reads_prompt else sequence.num_prompt_tokens,
+                sampling=sequence.request.sampling,
             )
         )
         if shared_blocks:

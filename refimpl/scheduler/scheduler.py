@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation, KVCacheManager
 from refimpl.config import SchedulerConfig
-from refimpl.outputs import BAD_LOGITS, NO_TOKEN, ModelRunnerOutput, PrefixHit, SchedulerOutput
+from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, PrefixHit, SchedulerOutput
 from refimpl.request import Sequence, Status
 from refimpl.scheduler.lifecycle import Lifecycle
 from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
 from refimpl.scheduler.policies import Policy
 from refimpl.scheduler.preemption import choose_victim, view
-from refimpl.scheduler.stopping import stop
+from refimpl.scheduler.stopping import TextWatch, failure_of, stop
 
 
 class Scheduler(Lifecycle):
@@ -29,8 +29,9 @@ class Scheduler(Lifecycle):
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], float],
         policy: Policy | None = None,
+        text: TextWatch | None = None,
     ) -> None:
-        super().__init__(config, kv_cache_manager, clock, policy)
+        super().__init__(config, kv_cache_manager, clock, policy, text)
         self.step = 0
         """The number of the next step."""
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -71,25 +72,32 @@ class Scheduler(Lifecycle):
         update = StepUpdate(token_ids=[])
         self._log.step = scheduler_output.step
         now = self._clock()
-        for sequence_id, token_id in zip(scheduler_output.batch.sequence_ids, runner_output.token_ids, strict=True):
+        rows = zip(scheduler_output.batch.sequence_ids, runner_output.token_ids, strict=True)
+        for row, (sequence_id, token_id) in enumerate(rows):
             sequence = self.sequences.get(sequence_id)
-            if token_id == NO_TOKEN or sequence is None:
+            extras = runner_output.extras.get(row)
+            if sequence is not None and extras is not None:
+                sequence.take(extras)
+            failure = None if sequence is None else failure_of(sequence, token_id, extras)
+            if sequence is None or (token_id == NO_TOKEN and failure is None):
                 # Nothing drawn, or drawn for a sequence that turned out to have ended a step earlier: discarded.
                 update.token_ids.append(NO_TOKEN)
                 continue
-            sequence.num_tokens_in_flight -= 1
+            sequence.num_tokens_in_flight -= token_id != NO_TOKEN
             update.advanced.append(sequence)
-            if token_id == BAD_LOGITS:
+            if failure is not None:
                 update.token_ids.append(NO_TOKEN)
-                sequence.stop_reason = f"the model's logits at position {len(sequence.token_ids)} are not numbers"
+                sequence.stop_reason = failure
                 update.finished.append(self._finish(sequence, "error"))
                 continue
             update.token_ids.append(token_id)
             sequence.token_ids.append(token_id)
             sequence.token_times.append(now)
+            if extras is not None and extras.logprobs is not None:
+                sequence.logprobs.append(extras.logprobs)
             if sequence.request.metrics.first_token_time is None:
                 sequence.request.metrics.first_token_time = now
-            if (reason := stop(sequence, token_id, self._eos_token_ids)) is not None:
+            if (reason := stop(sequence, token_id, self._eos_token_ids, self._text)) is not None:
                 update.finished.append(self._finish(sequence, reason))
         update.decisions = self._log.take()
         self._log.step = self.step
@@ -183,8 +191,8 @@ class Scheduler(Lifecycle):
         return self.waiting.head()
 
     def _match_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that a sequence may begin with."""
-        if not self.config.enable_kv_cache:
+        """Cached blocks that a sequence may begin with; none where all of the prompt must be computed."""
+        if not self.config.enable_kv_cache or sequence.reads_prompt:
             return []
         return self.kv.match_prefix(sequence.token_ids, sequence.request.cache_salt)
 
@@ -221,8 +229,11 @@ class Scheduler(Lifecycle):
         cached_blocks: list[int],
     ) -> None:
         """Give a waiting sequence, whose blocks are taken, a slot and a row."""
+        metrics = sequence.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.num_cached_tokens = sequence.num_computed_tokens
         self._take_slot(sequence)
-        if sequence.num_preemptions == 0:  # what is computed again after a preemption is no hit
+        if sequence.num_preemptions == 0 and not sequence.reads_prompt:  # what is computed again is no hit
             self.kv.count_query(len(sequence.token_ids), sequence.num_computed_tokens)
         if cached_blocks:
             plan.prefix_hits.append(PrefixHit(sequence.sequence_id, tuple(cached_blocks)))

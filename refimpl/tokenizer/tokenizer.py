@@ -38,6 +38,7 @@ class Tokenizer:
         self._special_tokens = special_tokens or {}
         self._renderer = renderer
         self.token_text = functools.lru_cache(maxsize=65_536)(self._token_text)
+        self.token_bytes = functools.lru_cache(maxsize=None)(self._token_bytes)  # at most one entry an id
 
     @classmethod
     def from_pretrained(cls, folder: Path, gguf_file: str | None = None) -> Tokenizer:
@@ -76,6 +77,23 @@ class Tokenizer:
         """Ids that decoding leaves out when it skips special tokens."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
+    @functools.cached_property
+    def is_byte_level(self) -> bool:
+        """Whether the text of tokens is their bytes, joined (GPT-2's decoder); :meth:`token_bytes` gives them."""
+        return isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
+
+    @functools.cached_property
+    def joins_bytes(self) -> bool:
+        """Whether decoding joins the bytes of tokens somewhere, so that a character may stand over several tokens."""
+        decoder = self.backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    @functools.cached_property
+    def byte_token_ids(self) -> frozenset[int]:
+        """The tokens that stand for a byte where there is none for a character (``<0x00>`` to ``<0xFF>``)."""
+        ids = (self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether :meth:`apply_chat_template` can work."""
@@ -101,6 +119,12 @@ class Tokenizer:
     def _token_text(self, token_id: int) -> str:
         """One token on its own, for people to look at: special tokens by name, parts of a character as U+FFFD."""
         return str(self.backend.decode([token_id], skip_special_tokens=False))
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a byte-level token; none for an id that is not known. An added token may be plain text."""
+        token = self.backend.id_to_token(token_id) or ""
+        values = [_byte_values().get(char) for char in token]
+        return token.encode() if None in values else bytes(value for value in values if value is not None)
 
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a chat, ready for the assistant's turn. The template writes all special tokens itself.
@@ -230,6 +254,12 @@ def letter_tokenizer(vocab_size: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=words, unk_token=next(iter(words))))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return Tokenizer(backend)
+
+
+@functools.cache
+def _byte_values() -> dict[str, int]:
+    """The byte that each character of :func:`_byte_alphabet` stands for."""
+    return {char: byte for byte, char in enumerate(_byte_alphabet())}
 
 
 def _byte_alphabet() -> list[str]:

@@ -8,7 +8,7 @@ from asserts import ERROR_RATE, assert_close, assert_same, chi_square_p
 
 from refimpl.kernels.philox import Purpose, branch, uniform
 from refimpl.outputs import BAD_LOGITS
-from refimpl.sampling.sampler import SamplingRows, draw, probabilities, sample
+from refimpl.sampling.sampler import Sampler, SamplingRows, draw
 from refimpl.sampling_params import GREEDY_BELOW
 
 INF = math.inf
@@ -32,7 +32,17 @@ def make_rows(count, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, pat
         position=column(position, torch.int64),
         random=[i for i, t in enumerate(temperatures) if t >= GREEDY_BELOW],
         filtered=bool((top_p < 1).any() or (top_k > 0).any() or (min_p > 0).any()),
+        ranked=bool((top_p < 1).any() or (top_k > 0).any()),
+        largest_top_k=int(top_k.max()),
     )
+
+
+def sample(logits, rows):
+    return Sampler().sample(logits, rows).token_ids
+
+
+def probabilities(logits, rows):
+    return Sampler().probabilities(logits, rows)
 
 
 def random_logits(count, V, seed=0, scale=3.0):

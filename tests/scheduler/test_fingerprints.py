@@ -12,6 +12,7 @@ from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.models.tiny import tiny
+from refimpl.sampling.slots import SamplingSlots
 
 VOCABULARY = 64
 CONFIG = tiny(vocab_size=VOCABULARY, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=2).config
@@ -42,7 +43,8 @@ class FingerprintExecutor:
         for layer in self.cache.layers:
             layer.k.fill_(float("nan"))
             layer.v.fill_(float("nan"))
-        self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size, device)
+        sampling = SamplingSlots(limits.max_num_seqs, CONFIG.vocab_size, device)
+        self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size, device, sampling)
         self.runner = ModelRunner(FingerprintModel(), self.cache, self.batch, choose_backend("auto", 2))
         self.violations = []
         self.num_checked = 0

@@ -1,0 +1,82 @@
+"""RequestBook: which requests an engine works on, and the last ones that it finished."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from refimpl.errors import RequestError
+from refimpl.request import Request, Sequence
+
+FINISHED_KEPT = 1000
+"""Finished requests that ``explain`` still knows."""
+
+
+class RequestBook:
+    """Requests by id: each unfinished one, and the last 1,000 that have ended."""
+
+    def __init__(self) -> None:
+        self._unfinished: dict[str, Request] = {}
+        self._finished: OrderedDict[str, Request] = OrderedDict()
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """The ids of the requests of which more may come, in order of arrival."""
+        return list(self._unfinished)
+
+    def unfinished(self, request_id: str) -> Request | None:
+        """The unfinished request of an id."""
+        return self._unfinished.get(request_id)
+
+    def check_free(self, request_id: str) -> None:
+        """See that a new request may have this id.
+
+        Raises:
+            RequestError: an unfinished one has it.
+
+        """
+        if request_id in self._unfinished:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request", request_id=request_id)
+
+    def add(self, request: Request) -> None:
+        """Write a new request down."""
+        self._unfinished[request.request_id] = request
+
+    def retire(self, request: Request) -> None:
+        """Nothing more comes of a request: keep it for ``explain``, and forget the oldest of those."""
+        del self._unfinished[request.request_id]
+        self._finished[request.request_id] = request
+        self._finished.move_to_end(request.request_id)
+        while len(self._finished) > FINISHED_KEPT:
+            self._finished.popitem(last=False)
+
+    def find(self, request_id: str) -> Request:
+        """A request, unfinished or finished lately.
+
+        Raises:
+            RequestError: none of that id is known.
+
+        """
+        request = self._unfinished.get(request_id) or self._finished.get(request_id)
+        if request is None:
+            raise RequestError(
+                f"no request {request_id!r} is known; explain keeps unfinished ones and {FINISHED_KEPT} finished",
+                request_id=request_id,
+            )
+        return request
+
+    def sample(self, request_id: str, index: int) -> Sequence:
+        """An unfinished sample, to be forked.
+
+        Raises:
+            RequestError: there is none.
+
+        """
+        request = self._unfinished.get(request_id)
+        if request is None:
+            raise RequestError(f"no unfinished request {request_id!r} to fork", request_id=request_id)
+        if not 0 <= index < len(request.sequences) or request.sequences[index].finished:
+            raise RequestError(
+                f"request {request_id!r} has no unfinished sample {index}; it began with {len(request.sequences)}",
+                request_id=request_id,
+            )
+        return request.sequences[index]
