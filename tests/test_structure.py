@@ -50,7 +50,19 @@ LAYERS = [
         "sampling_intake",
     },
     {"llm", "async_llm", "step_thread", "watchdog", "comm_messages"},
-    {"server", "bench", "cli", "cli_options", "cli_output", "cli_simulate", "chat", "chat_command", "doctor", "claims", "lab"},
+    {
+        "server",
+        "bench",
+        "cli",
+        "cli_options",
+        "cli_output",
+        "cli_simulate",
+        "chat",
+        "chat_command",
+        "doctor",
+        "claims",
+        "lab",
+    },
 ]
 """Imports go from a later layer to an earlier one, or within one."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from refimpl.errors import RefimplError
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
-from refimpl.sampling.hooks import LogitsHooks
+from refimpl.sampling_params import LogitsHooks
 
 if TYPE_CHECKING:
     from refimpl.cache.kv_cache import KVCache
@@ -24,9 +24,12 @@ class Executor(Protocol):
     weight_bytes: int
     device_name: str
     """Where it computes, for people."""
-    logits_hooks: LogitsHooks | None
-    """Where the engine puts the hooks of requests, by sequence id; None where steps are computed in another process, which
-    no hook can reach: such requests are refused."""
+
+    @property
+    def logits_hooks(self) -> LogitsHooks | None:
+        """Where the engine puts the hooks of requests, by sequence id; None where steps are computed in another process,
+        which no hook can reach: such requests are refused.
+        """
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step. It may be computed now or later; a failure arrives with the future."""

@@ -22,9 +22,9 @@ from refimpl.executor.model_runner import ModelRunner
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
-from refimpl.sampling.hooks import LogitsHooks
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_numbers import SamplingNumbers
+from refimpl.sampling_params import LogitsHooks
 
 log = logging.getLogger(__name__)
 
