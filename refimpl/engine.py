@@ -72,13 +72,16 @@ class Engine:
         )
         try:
             config = args.scheduler_config(model_limit, self._executor.num_blocks * args.block_size)
-            kv_cache_manager = make_kv_cache_manager(args, self._executor.num_blocks, config.max_model_len)
+            kv_cache_manager = make_kv_cache_manager(
+                args, self._executor.num_blocks, config.max_model_len, self._executor.num_host_blocks
+            )
         except BaseException:
             self._executor.close()
             raise
         if config.max_model_len < (args.max_model_len or model_limit):
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
-        self.scheduler = make_scheduler(args, config, kv_cache_manager, self.model_config.eos_token_ids, clock, policy)
+        eos_token_ids, costs = self.model_config.eos_token_ids, self._executor.preemption_costs
+        self.scheduler = make_scheduler(args, config, kv_cache_manager, eos_token_ids, clock, policy, costs)
         self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args.seed, clock)
         self._processor = OutputProcessor(self.tokenizer)
         overlap, token_text = self._depth > 0, self.tokenizer.token_text

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
+from refimpl.scheduler.preemption import PreemptionCosts
 
 
 @runtime_checkable
@@ -14,6 +15,10 @@ class Executor(Protocol):
 
     num_blocks: int
     """Usable blocks of its KV cache."""
+    num_host_blocks: int
+    """Blocks of its swap space."""
+    preemption_costs: PreemptionCosts | None
+    """What swapping and recomputing cost there, where ``preemption_mode="auto"`` has to know."""
     block_bytes: int
     """Bytes of one of them, over all layers."""
     weight_bytes: int

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from refimpl.cache.kv_cache_manager import KVCacheManager
 from refimpl.config import EngineArgs, SchedulerConfig
 from refimpl.scheduler.policies import Policy
+from refimpl.scheduler.preemption import PreemptionCosts
 from refimpl.scheduler.scheduler import Scheduler
 from refimpl.scheduler.static import StaticScheduler
 
@@ -18,10 +19,11 @@ def make_scheduler(
     eos_token_ids: tuple[int, ...],
     clock: Callable[[], float],
     policy: Policy,
+    costs: PreemptionCosts | None = None,
 ) -> Scheduler:
-    """The continuous scheduler, or the static baseline. ``clock`` counts seconds."""
+    """The continuous scheduler, or the static baseline. ``clock`` counts seconds; ``costs`` are for preemption_mode=auto."""
     if args.scheduler == "static":
         return StaticScheduler(
-            config, kv_cache_manager, eos_token_ids, clock, policy, drop_finished=args.static_drop_finished
+            config, kv_cache_manager, eos_token_ids, clock, policy, costs, drop_finished=args.static_drop_finished
         )
-    return Scheduler(config, kv_cache_manager, eos_token_ids, clock, policy)
+    return Scheduler(config, kv_cache_manager, eos_token_ids, clock, policy, costs)
