@@ -136,8 +136,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
 
     ``batch`` is whole, for whoever reads steps; it has no rows where all sequences gave way at once. An executor applies the
     changes in this order: ``swapped_out``, ``swapped_in``, ``admitted``, ``restarted``, ``new_blocks``, ``copies``; then it
-    computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that slot stands. A row that reaches its sequence's last known token draws the next one. A row of 0 tokens is
-    a sample that shares its prompt with the row before it: it draws from that row's logits.
+    computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that slot stands. A row that reaches its
+    sequence's last known token draws the next one. A row of 0 tokens is a sample that shares its prompt with the row before
+    it: it draws from that row's logits.
     """
 
     step: int

@@ -144,6 +144,7 @@ def test_the_workload_of_the_planted_faults_is_clean_without_them(depth):
     assert driver.cache.stats.hits
     assert driver.cache.stats.evictions
     assert any(output.preempted for output in driver.outputs)
+    assert any(output.swapped_in for output in driver.outputs)
     assert any(output.forks for output in driver.outputs)
 
 
