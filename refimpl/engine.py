@@ -66,26 +66,22 @@ class Engine:
         wanted = args.async_scheduling if args.async_scheduling is not None else on_gpu
         self._depth = 1 if wanted and args.enable_kv_cache else 0
         self.tokenizer = checkpoint.tokenizer()
-        self._executor: Executor = LocalExecutor(
-            args, checkpoint, args.checked_max_model_len(model_limit), asynchronous=self._depth > 0
-        )
+        overlap = self._depth > 0
+        executor: Executor = LocalExecutor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
+        self._executor = executor
         try:
-            config = args.scheduler_config(model_limit, self._executor.num_blocks * args.block_size)
-            kv_cache_manager = make_kv_cache_manager(args, self._executor.num_blocks, config.max_model_len)
+            config = args.scheduler_config(model_limit, executor.num_blocks * args.block_size)
+            kv = make_kv_cache_manager(args, executor.num_blocks, config.max_model_len, executor.num_host_blocks)
         except BaseException:
-            self._executor.close()
+            executor.close()
             raise
         if config.max_model_len < (args.max_model_len or model_limit):
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
         self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
-        self.scheduler = make_scheduler(args, config, kv_cache_manager, eos, clock, policy, self._processor)
-        self._intake = Intake(
-            self.tokenizer, self.model_config, config.max_model_len, args, clock, self._executor.logits_hooks
-        )
-        overlap, token_text = self._depth > 0, self.tokenizer.token_text
-        self._recorder = Recorder(
-            checkpoint.name, config, kv_cache_manager, overlap, args.event_log_size, clock, token_text, self._executor
-        )
+        costs, hooks, token_text = executor.preemption_costs, executor.logits_hooks, self.tokenizer.token_text
+        self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, self._processor, costs)
+        self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args, clock, hooks)
+        self._recorder = Recorder(checkpoint.name, config, kv, overlap, args.event_log_size, clock, token_text, executor)
         self.events = self._recorder.events
         self.gate = Gate()
         """Where who watches may hold the engine between two steps."""

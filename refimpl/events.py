@@ -127,6 +127,8 @@ class RowKinds:
     def __init__(self, prefilling: Iterable[int] = ()) -> None:
         self._prefilling = set(prefilling)
         """Sequences; at first, those of a log that begins in the middle of a run."""
+        self._swapped: dict[int, bool] = {}
+        """Whether each swapped sequence was prefilling when it left: it goes on with that."""
 
     def of(self, record: StepRecord) -> list[RowKind]:
         """The kind of each row of the next record."""
@@ -134,9 +136,15 @@ class RowKinds:
         if not prefilling and not record.admitted:
             return ["decode"] * len(record.sequence_ids)
         prefilling.difference_update(finish.sequence_id for finish in (*record.aborted, *record.exhausted))
-        prefilling.difference_update(preemption.sequence_id for preemption in record.preempted)
+        for preemption in record.preempted:
+            self._swapped.pop(preemption.sequence_id, None)
+            if preemption.mode == "swap":
+                self._swapped[preemption.sequence_id] = preemption.sequence_id in prefilling
+            prefilling.discard(preemption.sequence_id)
         parents = {child: parent for parent, child in record.forks}
         for sequence_id, _, _ in record.admitted:
+            if not self._swapped.pop(sequence_id, True):
+                continue
             parent = parents.get(sequence_id)
             if parent is None or parent in prefilling:  # a fork of one that decodes goes on decoding
                 prefilling.add(sequence_id)
@@ -322,6 +330,8 @@ DECISION_TEXTS = {
     "waits_update": "pauses: the pool is empty, and a token in flight may be about to free blocks",
     "admitted": "is admitted to slot {slot}: {new} of its {total} tokens in this step, {blocks} new block(s)",
     "resumed": "is admitted again, to slot {slot}: recomputes {new} of {total} tokens in this step, {blocks} new block(s)",
+    "swapped_in": "comes back from swap, to slot {slot}: {moved} block(s) copied from the host, {kept} were still here",
+    "dropped_swap": "loses its swapped blocks, {blocks} of them on the device, which others need: it is to be recomputed",
     "prefix_hit": "finds {tokens} of its tokens in the prefix cache, in {blocks} block(s)",
     "forked": "shares all {blocks} block(s) of {parent}, takes slot {slot}, and draws its next token on its own",
     "copied": "writes into a block that others use: block {source} is copied to {target} first",

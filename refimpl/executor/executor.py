@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from refimpl.errors import RefimplError
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling_params import LogitsHooks
+from refimpl.scheduler.preemption import PreemptionCosts
 
 if TYPE_CHECKING:
     from refimpl.cache.kv_cache import KVCache
@@ -19,6 +20,10 @@ class Executor(Protocol):
 
     num_blocks: int
     """Usable blocks of its KV cache."""
+    num_host_blocks: int
+    """Blocks of its swap space."""
+    preemption_costs: PreemptionCosts | None
+    """What swapping and recomputing cost there, where ``preemption_mode="auto"`` has to know."""
     block_bytes: int
     """Bytes of one of them, over all layers."""
     weight_bytes: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from refimpl.scheduler.preemption import PreemptionCosts
 
 _MIX = 0x9E3779B97F4A7C15
 
@@ -24,6 +25,8 @@ class ModelFreeExecutor:
         self.block_bytes = self.weight_bytes = 0
         self.device_name = "no model"
         self.logits_hooks = None
+        self.num_host_blocks = 0
+        self.preemption_costs: PreemptionCosts | None = None
         self._first_token = first_token
         self._num_drawable = vocab_size - first_token
         self._paths: dict[int, int] = {}
