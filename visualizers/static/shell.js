@@ -5,6 +5,7 @@
 
 const SPEEDS = [2, 8, 20, 60];
 const END = 8;  // half a thumb: what the scrubber leaves free at either end, as a native range does
+const QUIET = 400; // milliseconds without a frame
 
 const ICONS = {
   back: "M2 2h2v10H2zM12 2v10L5 7z", forward: "M10 2h2v10h-2zM2 2v10l7-5z", play: "M3 1.5v11l9-5.5z", pause: "M3 2h3v10H3zM8 2h3v10H8z",
@@ -102,7 +103,7 @@ function mountTransport(root, act, toggleTheme) {
 function render({ model, el }) {
   const root = h("div", { class: "refimpl", tabindex: "-1" });
   el.append(root);
-  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = null;
+  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = null, quiet = 0;
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const mounted = {}, stale = new Set(), hidden = new Set();
   /** All figures are to be drawn anew. */
@@ -136,8 +137,8 @@ function render({ model, el }) {
   }
   applyTheme();
 
-  function draw() {
-    queued = false;
+  function draw(_now, all = false) {
+    if (!all) queued = false;
     if (!last || !root.isConnected) return;
     if (!ui.palette.bg) applyTheme();  // the styles were not there yet when the view was made
     width ??= root.clientWidth;
@@ -149,12 +150,14 @@ function render({ model, el }) {
     if (width === 0) return;
     for (const name of [...stale]) {
       const picture = last.pictures[name], { caption, drawing } = mounted[name];
-      if (!picture || hidden.has(name)) continue;
+      if (!picture || (hidden.has(name) && !all)) continue;
       stale.delete(name);
       setHtml(caption, captionHtml(picture.caption));
       drawing.draw(picture);
     }
     root.dataset.position = last.transport.position;
+    clearTimeout(quiet);
+    if (stale.size) quiet = setTimeout(draw, QUIET, 0, true); // out of sight, but somebody may print the page
   }
   function schedule() { if (!queued) { queued = true; requestAnimationFrame(draw); } }
 
@@ -201,7 +204,7 @@ function render({ model, el }) {
   const themed = new MutationObserver(() => { applyTheme(); everything(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
   act({ type: "hello" });
-  return () => { [resized, steady, themed, watched].forEach((one) => one.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
+  return () => { clearTimeout(quiet); [resized, steady, themed, watched].forEach((one) => one.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
 }
 
 /** Keep the names of figures that are out of sight in `hidden`: they are drawn when they come near it, not with each frame. */
