@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import re
 import time
 import zlib
 from collections import deque
@@ -307,7 +308,7 @@ DECISION_TEXTS = {
     "admitted": "is admitted to slot {slot}: {new} of its {total} tokens in this step, {blocks} new block(s)",
     "resumed": "is admitted again, to slot {slot}: recomputes {new} of {total} tokens in this step, {blocks} new block(s)",
     "prefix_hit": "finds {tokens} of its tokens in the prefix cache, in {blocks} block(s)",
-    "forked": "shares all {blocks} block(s) of {parent}, takes slot {slot}, and draws its next token on its own",
+    "forked": "shares {blocks} block(s) with {parent}, takes slot {slot}, and draws its next token on its own",
     "copied": "writes into a block that others use: block {source} is copied to {target} first",
     "chunked": "is split by the budget: {new} tokens in this step, {left} left",
     "decoding": "is computed up to its last token; from here one token a step",
@@ -316,9 +317,11 @@ DECISION_TEXTS = {
     "left_batch": "leaves the static batch: {tokens} token(s) were computed after its end, for nobody",
     "finished": "ends after {tokens} output tokens: {reason}",
 }
-"""The sentence of each kind of decision; its fields are the decision's numbers."""
+"""The sentence of each kind of decision; its fields are the decision's numbers. ``(s)`` becomes an s, or nothing after 1."""
+_PLURAL = re.compile(r"(\b(\d+)(?: new)? (?:block|sequence|token))\(s\)")
 
 
 def describe(decision: Decision) -> str:
     """A decision as a sentence whose subject is the sequence."""
-    return DECISION_TEXTS[decision.kind].format(**decision.numbers)
+    text = DECISION_TEXTS[decision.kind].format(**decision.numbers)
+    return _PLURAL.sub(lambda found: found[1] + ("" if found[2] == "1" else "s"), text)
