@@ -20,7 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 MISSING = [] if CHROMIUM else ["no chromium, chromium-browser or google-chrome on PATH"]
 MISSING += [f"{name} is not installed" for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
 
-PATIENCE = 60_000
+PATIENCE = 120_000
 """Milliseconds: for a busy machine. Nothing here waits that long when all is well."""
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync"
