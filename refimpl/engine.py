@@ -68,6 +68,7 @@ class Engine:
         self._executor: Executor = LocalExecutor(
             args, checkpoint, args.checked_max_model_len(model_limit), asynchronous=self._depth > 0
         )
+        weakref.finalize(self, self._executor.close).atexit = False  # dropped without close; a process's end frees anyway
         try:
             config = args.scheduler_config(model_limit, self._executor.num_blocks * args.block_size)
             kv_cache_manager = make_kv_cache_manager(args, self._executor.num_blocks, config.max_model_len)
@@ -90,7 +91,6 @@ class Engine:
         self._loop = StepLoop(self.scheduler, self._executor, self._recorder, self._depth)
         self._kept: list[RequestOutput] = []
         self._book = RequestBook()
-        weakref.finalize(self, self._executor.close).atexit = False  # dropped without close; a process's end frees anyway
         self._closed = False
         self.num_aborted = 0
         """Requests that were aborted since the engine began."""
