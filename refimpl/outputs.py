@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from refimpl.logprobs import Logprob, TokenLogprobs
+from refimpl.logprobs import Logprob
+from refimpl.row_extras import RowExtras
 from refimpl.sampling_numbers import SamplingNumbers
 
 NO_TOKEN = -1
@@ -200,21 +201,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
                 raise ValueError(f"this executor holds batch {known.version}; the step counts on batch {batch}")
             batch = known
         return cls(step, batch, admitted=admitted, restarted=restarted, new_blocks=new_blocks, copies=copies)
-
-
-class RowExtras(msgspec.Struct, frozen=True):
-    """What a row sends back beside its token, where its request asks for it. Arrays are numpy's, float32."""
-
-    logprobs: TokenLogprobs | None = None
-    """Of the token drawn."""
-    prompt_logprobs: dict[int, TokenLogprobs] = {}
-    """By position in the prompt; position 0 has none."""
-    logits: dict[int, Any] = {}
-    """Raw logits ``[V]`` after the token at each position."""
-    hidden_states: dict[int, Any] = {}
-    """Last hidden state ``[H]`` of each position."""
-    failure: str | None = None
-    """Why the row's request cannot go on, in a sentence."""
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):

@@ -24,6 +24,7 @@ LAYERS = [
         "sampling_params",
         "sampling_numbers",
         "logprobs",
+        "row_extras",
         "request",
         "outputs",
         "events",
