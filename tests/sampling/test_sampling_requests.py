@@ -315,7 +315,8 @@ def test_what_was_read_is_not_kept_with_the_story_of_a_finished_request(llm):
     output = finish(llm.engine)["read"]
     assert [len(sample.logits) + len(sample.hidden_states) + len(sample.logprobs) for sample in output.outputs] == [10, 10]
     assert "finished" in llm.engine.explain("read")
-    assert not (request.prompt_logprobs or request.readings.logits or request.readings.hidden_states)
+    assert not request.prompt_logprobs
+    assert not [*request.readings.logits, *request.readings.hidden_states]
     assert not any(one.logprobs or one.readings.logits or one.readings.hidden_states for one in request.sequences)
 
 
