@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from refimpl.config import EngineArgs
     from refimpl.engine import Engine
     from refimpl.events import EventLog
+    from refimpl.interrupts import GenerationInterrupted
     from refimpl.llm import LLM
     from refimpl.loading.in_memory import TransformersCheckpoint
     from refimpl.logprobs import Logprob
@@ -29,6 +30,7 @@ _HOMES = {
     "Engine": "refimpl.engine",
     "EngineArgs": "refimpl.config",
     "EventLog": "refimpl.events",
+    "GenerationInterrupted": "refimpl.interrupts",
     "LLM": "refimpl.llm",
     "Logprob": "refimpl.logprobs",
     "MemoryReport": "refimpl.memory_report",
@@ -45,6 +47,7 @@ __all__ = [
     "Engine",
     "EngineArgs",
     "EventLog",
+    "GenerationInterrupted",
     "Logprob",
     "MemoryReport",
     "RequestOutput",

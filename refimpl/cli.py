@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | chat | pull | lab | doctor | bench``.
+"""The command line: ``refimpl generate | chat | pull | lab | doctor | simulate | bench``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -6,8 +6,9 @@ Importing this file, and ``refimpl --help``, import no torch: each command loads
 from __future__ import annotations
 
 import json
+import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +17,8 @@ import typer
 from refimpl.bench.commands import bench
 from refimpl.chat_command import chat as chat_command
 from refimpl.cli_options import with_engine_options
+from refimpl.cli_output import GenerateCommand
+from refimpl.cli_simulate import NOT_SIMULATED, simulate
 from refimpl.config import EngineArgs
 from refimpl.doctor.command import doctor
 from refimpl.errors import RefimplError
@@ -29,6 +32,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command("chat")(chat_command)
 app.command("doctor")(doctor)
+app.command("simulate")(with_engine_options(simulate, but=NOT_SIMULATED))
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -45,6 +49,9 @@ def main() -> None:
         _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except BrokenPipeError:  # whoever read the output has enough; what is still to be flushed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     if code == 130:
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -86,6 +93,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Draw from this many of the most probable tokens; 0: all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Drop tokens under this share of the most probable one's probability.")] = 0.0,
     n: Annotated[int, typer.Option(help="Samples of each prompt.")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End a text where this appears, which is left out; may be given several times.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout, and nothing else.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Tell each request's story on stderr.")] = False,
@@ -100,30 +110,21 @@ def generate(
 
     listed = _all_prompts(prompts, prompts_file)
     params = SamplingParams(
-        n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, ignore_eos=ignore_eos
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
     )
     EngineArgs.from_options(engine_options)  # wrong options fail before torch is imported
     from refimpl.llm import LLM
 
     with LLM(**engine_options) as llm:
-        show_bar = not as_json and not watch and sys.stderr.isatty() and len(listed) > 1
-        with _watched(llm) if watch else nullcontext():
-            if chat:
-                conversations = [[{"role": "user", "content": _chat_text(prompt)}] for prompt in listed]
-                outputs = llm.chat(conversations, params, use_tqdm=show_bar)
-            else:
-                outputs = llm.generate(listed, params, use_tqdm=show_bar)
-        for given, output in zip(listed, outputs, strict=True):
-            if as_json:
-                print(json.dumps(_json_object(output, given), ensure_ascii=False), flush=True)
-            else:
-                _print_text(output, given, alone=len(listed) == 1 and n == 1, prefix="" if chat else _text(given))
-            for sample in output.outputs:
-                if sample.finish_reason == "error":
-                    print(f"refimpl: {sample.stop_reason}", file=sys.stderr)
-            if explain:
-                print(llm.engine.explain(output.request_id), file=sys.stderr)
-        if any(sample.finish_reason == "error" for output in outputs for sample in output.outputs):
+        command = GenerateCommand(llm, params, chat=chat, as_json=as_json, explain=explain)
+        if not command.run(listed, _watched(llm) if watch else None):
             raise typer.Exit(1)
 
 
@@ -162,58 +163,6 @@ def _read_prompts(path: Path) -> list[Any]:
             raise RefimplError(f'line {number} of {path} must be a string, or an object with "prompt" or "prompt_token_ids"')
         prompts.append(prompt)
     return prompts
-
-
-def _text(prompt: Any) -> str:
-    """The text of a prompt as given; token ids have none."""
-    return prompt if isinstance(prompt, str) else str(prompt.get("prompt") or "")
-
-
-def _chat_text(prompt: Any) -> str:
-    if not _text(prompt):
-        raise RefimplError("--chat puts texts through the chat template; a prompt of token ids has none")
-    return _text(prompt)
-
-
-def _json_object(output: Any, given: Any) -> dict[str, Any]:
-    metrics = output.metrics
-    return {
-        "prompt": output.prompt if output.prompt is not None else _text(given) or None,
-        "prompt_token_ids": output.prompt_token_ids,
-        "outputs": [
-            {
-                "index": sample.index,
-                "text": sample.text,
-                "token_ids": sample.token_ids,
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
-            }
-            for sample in output.outputs
-        ],
-        "metrics": {
-            "arrival_time": metrics.arrival_time,
-            "first_scheduled_time": metrics.first_scheduled_time,
-            "first_token_time": metrics.first_token_time,
-            "finished_time": metrics.finished_time,
-            "time_to_first_token": metrics.time_to_first_token,
-            "inter_token_latencies": metrics.inter_token_latencies,
-            "token_times": metrics.token_times,
-            "num_preemptions": metrics.num_preemptions,
-        },
-    }
-
-
-def _print_text(output: Any, given: Any, alone: bool, prefix: str) -> None:
-    """The answer as people read it: the prompt dimmed before it, unless it was a chat."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
-    for sample in output.outputs:
-        if not alone:
-            title = _text(given) or f"{len(output.prompt_token_ids)} token ids"
-            console.rule(Text(title if len(output.outputs) == 1 else f"{title} — sample {sample.index}"), align="left")
-        console.print(Text(prefix, style="dim") + Text(sample.text))
 
 
 @app.command()

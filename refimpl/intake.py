@@ -13,10 +13,9 @@ from refimpl.errors import PromptError, RequestError, SamplingParamsError
 from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
 from refimpl.outputs import RequestMetrics
 from refimpl.request import Request, Sequence
-from refimpl.sampling.hooks import LogitsHooks
 from refimpl.sampling_intake import SamplingIntake
 from refimpl.sampling_numbers import SamplingNumbers
-from refimpl.sampling_params import SamplingParams
+from refimpl.sampling_params import LogitsHooks, SamplingParams
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 

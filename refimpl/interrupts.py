@@ -8,6 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from refimpl.outputs import RequestOutput
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C in ``LLM.generate`` or ``chat``. What had finished by then is not lost.
+
+    In a notebook the exception that ended a cell is ``sys.last_value``: ``sys.last_value.outputs`` has the outputs.
+    """
+
+    def __init__(self, outputs: list[RequestOutput | None]) -> None:
+        finished = sum(output is not None for output in outputs)
+        super().__init__(f"{finished} of {len(outputs)} prompts had finished; their outputs are in the exception's .outputs")
+        self.outputs = outputs
+        """One entry a prompt, in their order; None where a prompt had not finished."""
+
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:

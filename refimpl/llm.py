@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from numbers import Integral
 from types import TracebackType
 from typing import Any, TypedDict
@@ -16,7 +16,7 @@ from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RequestError
-from refimpl.interrupts import interrupts_between_steps
+from refimpl.interrupts import GenerationInterrupted, interrupts_between_steps
 from refimpl.memory_report import MemoryReport
 from refimpl.outputs import RequestOutput
 from refimpl.sampling_params import SamplingParams
@@ -67,6 +67,8 @@ class LLM:
         steps: the requests of this call are aborted, and the engine stays usable.
 
         Raises:
+            GenerationInterrupted: Ctrl-C or the stop button; a KeyboardInterrupt that carries the outputs of the prompts
+                that had finished, as ``.outputs``.
             RequestError: a prompt or a parameter is wrong; the message says which prompt.
 
         """
@@ -133,6 +135,7 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
         request_ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
         try:
             for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"llm-{next(self._numbers)}"  # no name that a user would give to a request of their own
@@ -143,22 +146,30 @@ class LLM:
                         error.args = (f"prompt {number} of {len(prompts)}: {error.args[0]}", *error.args[1:])
                     raise
                 request_ids.append(request_id)
-            outputs = self._step_until_done(request_ids, use_tqdm)
-        except BaseException:
+            self._step_until_done(request_ids, use_tqdm, outputs)
+        except BaseException as error:
             self.engine.abort(request_ids)
+            if isinstance(error, KeyboardInterrupt):
+                finished = [outputs.get(request_id) for request_id in request_ids]
+                raise GenerationInterrupted(finished + [None] * (len(prompts) - len(finished))) from error
             raise
         return [outputs[request_id] for request_id in request_ids]
 
-    def _step_until_done(self, request_ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until these requests have ended. Outputs of others (``llm.engine.add_request``) are kept for their host."""
-        outputs: dict[str, RequestOutput] = {}
-        wanted, others = set(request_ids), []
+    def _step_until_done(self, request_ids: list[str], use_tqdm: bool, outputs: dict[str, RequestOutput]) -> None:
+        """Step until these requests have ended, and put their ``outputs`` there, also where the call is interrupted.
+
+        Outputs of others (``llm.engine.add_request``) are kept for their host.
+        """
+        wanted = set(request_ids)
+        others: list[RequestOutput] = []
         num_aborted = self.engine.num_aborted
         answer_widgets = comm_messages_between_steps()
         with (
+            ExitStack() as at_the_end,
             interrupts_between_steps() as check_interrupt,
             _progress_bar(len(wanted)) if use_tqdm else nullcontext() as bar,
         ):
+            at_the_end.callback(self.engine.keep_for_next_step, others)
             while len(outputs) < len(wanted):
                 check_interrupt()
                 answer_widgets()
@@ -174,10 +185,9 @@ class LLM:
                     for request_id in wanted - outputs.keys():
                         if not self.engine.is_unfinished(request_id):
                             raise RequestError(
-                                f"request {request_id!r} was aborted while this call waited for it", request_id=request_id
+                                f"request {request_id!r} was aborted while this call waited for it",
+                                request_id=request_id,
                             )
-        self.engine.keep_for_next_step(others)
-        return outputs
 
 
 def _progress_bar(total: int) -> Any:

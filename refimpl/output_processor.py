@@ -24,6 +24,7 @@ class _Stream:
         self.text_sent = ""
         """Kept where outputs are cumulative."""
         self.told_end = False
+        """With deltas, a sample that ended is told once."""
         self.logprobs: list[dict[int, Logprob]] = []
         self.cumulative_logprob = 0.0
         self.readings_sent: set[tuple[str, int]] = set()
@@ -54,13 +55,12 @@ class OutputProcessor:
     def process(self, advanced: Iterable[Sequence]) -> list[RequestOutput]:
         """One output for each request of which a sample took a token or ended."""
         requests = {sequence.request.request_id: sequence.request for sequence in advanced}
-        outputs = [
-            self._output(request)
-            for request in requests.values()
-            if request.finished or request.params.output_kind != "final_only"
-        ]
+        outputs = []
         for request in requests.values():
-            if request.finished:
+            finished = request.finished
+            if finished or request.params.output_kind != "final_only":
+                outputs.append(self._output(request, finished))
+            if finished:
                 self.forget(request)
         return outputs
 
@@ -80,14 +80,21 @@ class OutputProcessor:
             stream = self._streams[sequence.sequence_id] = _Stream(text)
         return stream
 
-    def _output(self, request: Request) -> RequestOutput:
+    def _output(self, request: Request, finished: bool) -> RequestOutput:
         request.metrics.token_times = [sequence.token_times for sequence in request.sequences]
+        delta, samples = request.params.output_kind == "delta", []
+        for sequence in request.sequences:
+            stream = self._stream(sequence)
+            if delta and stream.told_end:
+                continue
+            stream.told_end = sequence.finished
+            samples.append(self._completion(sequence, stream, delta))
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._completion(sequence) for sequence in request.sequences if self._has_news(sequence)],
-            finished=request.finished,
+            outputs=samples,
+            finished=finished,
             metrics=request.metrics,
             prompt_logprobs=self._prompt_logprobs_of(request),
         )
@@ -104,23 +111,13 @@ class OutputProcessor:
             self._prompt_logprobs[request.request_id] = found
         return found
 
-    def _has_news(self, sequence: Sequence) -> bool:
-        """With deltas, a sample that ended is told once."""
-        if sequence.request.params.output_kind != "delta":
-            return True
-        stream = self._stream(sequence)
-        ended_before, stream.told_end = stream.told_end, sequence.finished
-        return not ended_before
-
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        stream = self._stream(sequence)
-        delta = sequence.request.params.output_kind == "delta"
+    def _completion(self, sequence: Sequence, stream: _Stream, delta: bool) -> CompletionOutput:
         if sequence.finished:
             self.finish(sequence)  # also where an error ended it
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens + (stream.tokens_sent if delta else 0) :]
-        logprobs = self._new_logprobs(sequence, stream)[stream.tokens_sent if delta else 0 :]
-        asked = sequence.request.params.logprobs is not None
         text = stream.text.take() if stream.text is not None else ""
+        sent, asked = stream.tokens_sent if delta else 0, sequence.request.params.logprobs is not None
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens + sent :]
+        logprobs = self._new_logprobs(sequence, stream)[sent:] if asked else None
         if delta:
             stream.tokens_sent += len(token_ids)
         else:
@@ -131,7 +128,7 @@ class OutputProcessor:
             token_ids=token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
-            logprobs=logprobs if asked else None,
+            logprobs=logprobs,
             cumulative_logprob=stream.cumulative_logprob if asked else None,
             logits=self._readings(sequence, stream, "logits"),
             hidden_states=self._readings(sequence, stream, "hidden_states"),

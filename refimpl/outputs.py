@@ -134,16 +134,19 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 _WireBatch = Batch | int
-_Wire = tuple[int, _WireBatch, tuple[Admission, ...], tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...]]
+_Pairs = tuple[tuple[int, int], ...]
+_Changes = tuple[tuple[Admission, ...], tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...], _Pairs, _Pairs]
+_Wire = tuple[int, _WireBatch, _Changes]
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step as the scheduler planned it.
 
-    ``batch`` is whole, for whoever reads steps. An executor applies the changes in this order: ``admitted``,
-    ``restarted``, ``new_blocks``, ``copies``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``,
-    from where that slot stands. A row that reaches its sequence's last known token draws the next one. A row of 0 tokens is
-    a sample that shares its prompt with the row before it: it draws from that row's logits.
+    ``batch`` is whole, for whoever reads steps; it has no rows where all sequences gave way at once. An executor applies the
+    changes in this order: ``swapped_out``, ``swapped_in``, ``admitted``, ``restarted``, ``new_blocks``, ``copies``; then it
+    computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that slot stands. A row that reaches its
+    sequence's last known token draws the next one. A row of 0 tokens is a sample that shares its prompt with the row before
+    it: it draws from that row's logits.
     """
 
     step: int
@@ -151,6 +154,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     admitted: tuple[Admission, ...] = ()
     restarted: tuple[int, ...] = ()
     """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    """(device block, host block): copied before anything else of the step, since the device blocks may be written in it."""
+    swapped_in: tuple[tuple[int, int], ...] = ()
+    """(host block, device block): copied next."""
     new_blocks: tuple[NewBlocks, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     """All of a step's copies, to be made at once before anything is written."""
@@ -169,8 +176,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.batch.slots
+        """Whether an executor has nothing to do: no rows, and nothing to move to the host."""
+        return not self.batch.slots and not self.swapped_out
 
     def to_wire(self, known_version: int) -> bytes:
         """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes.
@@ -185,7 +192,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
                     f"sequence {admission.sequence_id} has a logits hook, which cannot be sent to another process"
                 )
         batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
-        return msgspec.msgpack.encode((self.step, batch, self.admitted, self.new_blocks, self.copies, self.restarted))
+        moved = (self.swapped_out, self.swapped_in)
+        changes = (self.admitted, self.new_blocks, self.copies, self.restarted, *moved)
+        return msgspec.msgpack.encode((self.step, batch, changes))
 
     @classmethod
     def from_wire(cls, data: bytes, known: Batch) -> SchedulerOutput:
@@ -195,12 +204,21 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
             ValueError: the sender counts on a batch of another version than ``known``.
 
         """
-        step, batch, admitted, new_blocks, copies, restarted = msgspec.msgpack.decode(data, type=_Wire)
+        step, batch, (admitted, new_blocks, copies, restarted, out, back) = msgspec.msgpack.decode(data, type=_Wire)
         if isinstance(batch, int):
             if batch != known.version:
                 raise ValueError(f"this executor holds batch {known.version}; the step counts on batch {batch}")
             batch = known
-        return cls(step, batch, admitted=admitted, restarted=restarted, new_blocks=new_blocks, copies=copies)
+        return cls(
+            step,
+            batch,
+            admitted=admitted,
+            restarted=restarted,
+            swapped_out=out,
+            swapped_in=back,
+            new_blocks=new_blocks,
+            copies=copies,
+        )
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):

@@ -168,4 +168,4 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether all samples have ended."""
-        return all(sequence.finished for sequence in self.sequences)
+        return all(sequence.status is Status.FINISHED for sequence in self.sequences)

@@ -55,6 +55,11 @@ class _NamesItsFields(type(msgspec.Struct)):  # type: ignore[misc]
         return super().__call__(**kwargs)
 
 
+LogitsHooks = dict[int, LogitsHook]
+"""The hooks of requests by sequence id. A hook is an object, so it never travels in a step's plan: the engine gives this
+registry to an executor of the same process, which looks a sequence up when it is admitted."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesItsFields):
     """How to draw the tokens of one request; checked when made.
 

@@ -3,13 +3,14 @@
 import dataclasses
 import io
 import json
+import signal
 import struct
 import subprocess
 import sys
 
 import pytest
 
-from refimpl import LLM, EngineArgs, SamplingParams
+from refimpl import LLM, Engine, EngineArgs, GenerationInterrupted, SamplingParams
 from refimpl.cli import main
 
 
@@ -148,6 +149,98 @@ def test_text_for_people(run):
     assert (code, err) == (0, "")
     assert "One — sample 0" in out
     assert "Two — sample 1" in out
+
+
+@pytest.fixture
+def written(monkeypatch, run):
+    """Run ``refimpl generate --model tiny …``: (exit code, each write to stdout that says something)."""
+
+    class Out(io.StringIO):
+        encoding, terminal = "utf-8", False
+
+        def isatty(self):
+            return self.terminal
+
+        def write(self, text):
+            if text:
+                writes.append(text)
+            return super().write(text)
+
+    writes = []
+
+    def written(*arguments, terminal=False):
+        writes.clear()
+        out = Out()
+        out.terminal = terminal
+        monkeypatch.setattr(sys, "stdout", out)
+        code, _, _ = run("generate", "--model", "tiny", *arguments)
+        return code, list(writes)
+
+    return written
+
+
+LONG = ("--temperature", 1, "--seed", 3, "--max-tokens", 40, "--ignore-eos")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_one_text_is_printed_as_it_comes(written, objects, terminal):
+    """Through a pipe too; there it is the prompt and the text, and nothing else."""
+    text, answer = (objects(*how, "Hello\n", *LONG)[0]["outputs"][0]["text"] for how in ([], ["--chat"]))
+    code, writes = written("Hello\n", *LONG, terminal=terminal)
+    assert code == 0
+    assert writes[0] == ("\x1b[2mHello\n\x1b[0m" if terminal else "Hello\n")
+    assert "".join(writes[1:]) == text + "\n"
+    assert len(writes) > 15
+    assert "".join(written("--chat", "Hello\n", *LONG)[1]) == answer + "\n"
+
+
+def test_stop_ends_the_text(written, objects):
+    text = objects("Hello", *LONG)[0]["outputs"][0]["text"]
+    stops = ["--stop", text[9:11], "--stop", text[6:8]]
+    [sample] = objects("Hello", *LONG, *stops)[0]["outputs"]
+    assert (sample["text"], sample["finish_reason"], sample["stop_reason"]) == (text[:6], "stop", text[6:8])
+    assert "".join(written("Hello", *LONG, *stops)[1]) == f"Hello{text[:6]}\n"
+
+
+def test_ctrl_c_leaves_what_was_printed(written, monkeypatch):
+    step, steps = Engine.step, []
+
+    def interrupted(engine):
+        steps.append(1)
+        if len(steps) == 20:
+            signal.raise_signal(signal.SIGINT)
+        return step(engine)
+
+    whole = "".join(written("Hello", *LONG)[1])
+    monkeypatch.setattr(Engine, "step", interrupted)
+    code, writes = written("Hello", *LONG)
+    said = "".join(writes)
+    assert code == 130
+    assert said.endswith("\n")
+    assert whole.startswith(said[:-1])
+    assert len(writes) > 5
+
+
+def test_ctrl_c_prints_the_prompts_that_had_finished(run, monkeypatch):
+    generate = LLM.generate
+
+    def interrupted(llm, prompts, *arguments, **options):
+        [first] = generate(llm, prompts[:1], *arguments, **options)
+        raise GenerationInterrupted([first, None])
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    code, out, err = run("generate", "--model", "tiny", "--json", "one", "two")
+    assert code == 130
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one"]
+    assert err.splitlines()[-2:] == ["refimpl: 1 of 2 prompts had finished", "refimpl: interrupted"]
+
+
+def test_a_reader_that_has_enough_is_no_failure_to_tell():
+    command = (
+        f"{sys.executable} -c 'from refimpl.cli import main; main()' generate --model tiny --ignore-eos Hello | head -c 5"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
+    assert (done.stdout, done.stderr) == (b"Hello", b"")
 
 
 def test_explain_goes_to_stderr(run):
@@ -359,7 +452,7 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "generate", interrupted)
-    code, out, err = run("generate", "--model", "tiny", "hi")
+    code, out, err = run("generate", "--model", "tiny", "hi", "ho")
     assert (code, out) == (130, "")
     assert err.splitlines()[-1] == "refimpl: interrupted"
 

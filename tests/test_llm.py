@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from refimpl import LLM, Engine, EngineArgs, SamplingParams
+from refimpl import LLM, Engine, EngineArgs, GenerationInterrupted, SamplingParams
 from refimpl.errors import ConfigError, PromptError, RefimplError, RequestError, UnknownOptionError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -244,6 +244,25 @@ def test_ctrl_c_ends_the_call_and_leaves_the_engine(overlap, after):
         assert signal.getsignal(signal.SIGINT) is handler
         assert_idle(llm)
         assert tokens(generate(llm, "Hello")) == expected
+
+
+@OVERLAP
+def test_ctrl_c_loses_no_prompt_that_had_finished(overlap):
+    """Nor what it brought for requests that others had added to the engine."""
+    with LLM("tiny", async_scheduling=overlap, max_model_len=600) as llm:
+        short, long = SamplingParams(temperature=0, max_tokens=3), SamplingParams(max_tokens=500, ignore_eos=True)
+        expected = tokens(generate(llm, ["one", "two"], short))
+        llm.engine.add_request("another's", "one", short)
+        interrupt = lambda record: signal.raise_signal(signal.SIGINT) if len(record.finished) == 3 else None  # noqa: E731
+        unsubscribe = llm.engine.events.subscribe(interrupt)
+        with pytest.raises(GenerationInterrupted, match="2 of 3 prompts had finished") as caught:
+            generate(llm, ["one", "long", "two"], [short, long, short])
+        unsubscribe()
+        one, none, two = caught.value.outputs
+        assert (tokens([one, two]), none) == (expected, None)
+        *_, output = llm.engine.step()
+        assert (output.request_id, tokens([output])) == ("another's", expected[:1])
+        assert_idle(llm)
 
 
 def test_ctrl_c_from_outside():

@@ -44,6 +44,11 @@ def generate(engine, *, prompt=PROMPT, request_id="a", **params):
     engine.add_request(request_id, prompt, SamplingParams(**{"output_kind": "final_only"} | params))
     [output] = drain(engine)[request_id]
     assert [len(times) for times in output.metrics.token_times] == [len(sample.token_ids) for sample in output.outputs]
+    for sample in output.outputs if "logprobs" in params else ():
+        assert [next(iter(found)) for found in sample.logprobs] == sample.token_ids
+        assert sample.cumulative_logprob == sum(
+            found[token].logprob for found, token in zip(sample.logprobs, sample.token_ids, strict=True)
+        )
     return [(s.text, s.token_ids, s.finish_reason, s.stop_reason) for s in output.outputs]
 
 
@@ -117,7 +122,7 @@ def test_overlap_leaves_the_same_in_the_cache_and_in_the_log(whole):
     seen = []
     for overlap in (False, True):
         engine = make(async_scheduling=overlap)
-        samples = generate(engine, stop=some_stops(whole), **PARAMS)
+        samples = generate(engine, stop=some_stops(whole), logprobs=2, **PARAMS)
         again = generate(engine, request_id="b", stop=some_stops(whole), **PARAMS)
         contents = {content.key for content in engine.scheduler.kv.prefix_cache._contents.values()}
         records = list(engine.events.records)

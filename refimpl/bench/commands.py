@@ -122,6 +122,21 @@ def widgets(
 
 
 @bench.command()
+def simulate(
+    *,
+    requests: Annotated[int, typer.Option(help="Conversations for paging and for each row of the table.")] = 1_500,
+    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """The simulator beside measurements, and Llama-3-70B on 8 simulated A100s: batching, paging, the article's table."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.simulate import run
+
+    report_result(run(requests=requests, seed=seed), as_json, save)
+
+
+@bench.command()
 def report(
     readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
     claims: Annotated[Path, typer.Option(help="The claims page, which is written anew.")] = Path("notebooks/CLAIMS.md"),

@@ -35,7 +35,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step and draw its tokens."""
+        self.kv_cache.swap_out(scheduler_output.swapped_out)
+        self.kv_cache.swap_in(scheduler_output.swapped_in)
         self.input_batch.apply(scheduler_output)
+        if not scheduler_output.batch.slots:
+            return ModelRunnerOutput(())
         self.kv_cache.copy_blocks([(copy.source, copy.target) for copy in scheduler_output.copies])
         inputs = self.input_batch.prepare(scheduler_output.batch)
         hidden = self.model(
