@@ -69,6 +69,7 @@ class Engine:
         overlap = self._depth > 0
         executor: Executor = LocalExecutor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
         self._executor = executor
+        weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
         try:
             config = args.scheduler_config(model_limit, executor.num_blocks * args.block_size)
             kv = make_kv_cache_manager(args, executor.num_blocks, config.max_model_len, executor.num_host_blocks)
@@ -89,7 +90,6 @@ class Engine:
         self._loop = StepLoop(self.scheduler, self._executor, self._recorder, self._depth)
         self._kept: list[RequestOutput] = []
         self._book = RequestBook()
-        weakref.finalize(self, self._executor.close).atexit = False  # dropped without close; a process's end frees anyway
         self._closed = False
         self.num_aborted = 0
         """Requests that were aborted since the engine began."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import re
 import time
 import zlib
 from collections import deque
@@ -333,7 +334,7 @@ DECISION_TEXTS = {
     "swapped_in": "comes back from swap, to slot {slot}: {moved} block(s) copied from the host, {kept} were still here",
     "dropped_swap": "loses its swapped blocks, {blocks} of them on the device, which others need: it is to be recomputed",
     "prefix_hit": "finds {tokens} of its tokens in the prefix cache, in {blocks} block(s)",
-    "forked": "shares all {blocks} block(s) of {parent}, takes slot {slot}, and draws its next token on its own",
+    "forked": "shares {blocks} block(s) with {parent}, takes slot {slot}, and draws its next token on its own",
     "copied": "writes into a block that others use: block {source} is copied to {target} first",
     "chunked": "is split by the budget: {new} tokens in this step, {left} left",
     "decoding": "is computed up to its last token; from here one token a step",
@@ -343,9 +344,11 @@ DECISION_TEXTS = {
     "stop_string": "holds the stop string {stop!r} in its text",
     "finished": "ends after {tokens} output tokens: {reason}",
 }
-"""The sentence of each kind of decision; its fields are the decision's numbers."""
+"""The sentence of each kind of decision; its fields are the decision's numbers. ``(s)`` becomes an s, or nothing after 1."""
+_PLURAL = re.compile(r"(\b(\d+)(?: new)? (?:block|sequence|token))\(s\)")
 
 
 def describe(decision: Decision) -> str:
     """A decision as a sentence whose subject is the sequence."""
-    return DECISION_TEXTS[decision.kind].format(**decision.numbers)
+    text = DECISION_TEXTS[decision.kind].format(**decision.numbers)
+    return _PLURAL.sub(lambda found: found[1] + ("" if found[2] == "1" else "s"), text)

@@ -441,7 +441,7 @@ def test_forks_of_a_sampled_request_go_their_own_ways_and_say_so():
     left, right = finished["left"].outputs[0].token_ids, finished["right"].outputs[0].token_ids
     continued = finished["tree"].outputs[0].token_ids[len(finished["left"].prompt_token_ids) - 5 :]
     assert len({tuple(left[:10]), tuple(right[:10]), tuple(continued[:10])}) == 3
-    assert "shares all 1 block(s) of tree" in engine.explain("left")
+    assert "shares 1 block with tree" in engine.explain("left")
     assert engine._book._finished["left"].cache_salt == "s"
     assert [record.forks for record in engine.events.records if record.forks] == [((0, 1), (0, 2))]
     engine.close()

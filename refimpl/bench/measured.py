@@ -1,9 +1,9 @@
 """What the simulator is held against: vLLM 0.23.0 on one H200, measured on 2026-11-30, random weights, greedy sampling.
 
 Settings: 16,384 batched tokens, 1,024 sequences, blocks of 16, asynchronous scheduling, no prefix caching, answers of
-given lengths. ``decode-N`` is N prompts of 512 tokens and 256 output tokens each, ``prefill-N`` the same with one, ``mixed-N``
-N requests of 64 to 1,024 and 16 to 512, all at once; ``poisson-R`` are such requests, R a second for 20 seconds. Seconds are
-medians of 2 to 5 runs of the whole set; the Poisson sets ran once.
+given lengths. ``decode-N`` is N prompts of 512 tokens and 256 output tokens each, ``prefill-N`` the same with one,
+``mixed-N`` N requests of 64 to 1,024 and 16 to 512, all at once; ``poisson-R`` are such requests, R a second for 20 seconds.
+Seconds are medians of 2 to 5 runs of the whole set; the Poisson sets ran once.
 """
 
 from __future__ import annotations

@@ -93,8 +93,10 @@ def _time(path: Path, line: int, text: str, before: datetime | None) -> datetime
         time = _parsed(text)
         goes_back = before is not None and time < before
     except (ValueError, OverflowError, TypeError):  # TypeError: one of the two times names its zone, the other does not
-        what = f"TIMESTAMP is {text!r}; it must be a time like 2023-11-16 18:15:46.6805900 (with a zone in all lines or none), or seconds >= 0"
-        raise _wrong(path, line, f"{what}: mend or drop the line") from None
+        what = (
+            f"TIMESTAMP is {text!r}; it must be a time like 2023-11-16 18:15:46.6805900 (with a zone in all lines or none)"
+        )
+        raise _wrong(path, line, f"{what}, or seconds >= 0: mend or drop the line") from None
     if goes_back:
         raise _wrong(path, line, f"TIMESTAMP {text} is before {before} above it; times must not go back: sort the lines")
     return time

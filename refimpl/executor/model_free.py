@@ -42,17 +42,18 @@ class ModelFreeExecutor:
             self._known[admission.slot] = len(admission.token_ids)
         for slot in scheduler_output.restarted:
             self.computed[slot] = 0
-        batch = scheduler_output.batch
-        return ModelRunnerOutput(tuple(map(self._row, batch.slots, batch.num_new_tokens)))
-
-    def _row(self, slot: int, num_new_tokens: int) -> int:
-        self.computed[slot] += num_new_tokens
-        position = self._known[slot]
-        if self.computed[slot] < position:
-            return NO_TOKEN
-        self._known[slot] = position + 1
-        mixed = ((self._paths[slot] + position) * _MIX >> 20) & 0xFFFFFFFF
-        return self._first_token + mixed % self._num_drawable
+        paths, computed, known = self._paths, self.computed, self._known
+        first, drawable = self._first_token, self._num_drawable
+        token_ids = []
+        for slot, num_new_tokens in zip(scheduler_output.batch.slots, scheduler_output.batch.num_new_tokens, strict=True):
+            position = known[slot]
+            computed[slot] = reached = computed[slot] + num_new_tokens
+            if reached < position:
+                token_ids.append(NO_TOKEN)
+                continue
+            known[slot] = position + 1
+            token_ids.append(first + ((paths[slot] + position) * _MIX >> 20 & 0xFFFFFFFF) % drawable)
+        return ModelRunnerOutput(tuple(token_ids))
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run a step at once."""

@@ -11,7 +11,7 @@ from refimpl.simulate.deployment import Deployment
 from refimpl.simulate.executor import SimulatedExecutor, VirtualClock
 from refimpl.simulate.hardware import HARDWARE, Hardware
 from refimpl.simulate.models import MODELS
-from refimpl.simulate.roofline import Efficiency, Roofline, StepWork
+from refimpl.simulate.roofline import Efficiency, Roofline, StepTimes, StepWork
 from refimpl.simulate.run import Simulation
 from refimpl.simulate.workload import TraceRequest, arrive, mixed
 
@@ -24,6 +24,7 @@ __all__ = [
     "Roofline",
     "SimulatedExecutor",
     "Simulation",
+    "StepTimes",
     "StepWork",
     "TraceRequest",
     "VirtualClock",

@@ -26,17 +26,22 @@ class VirtualClock:
 
 
 class _Timed(Future[ModelRunnerOutput]):
-    """A step's outcome, known here and now, but not before its time: who waits for it lets the clock run until then."""
+    """A step's outcome, known here and now, but not before its time: who waits for it lets the clock run until then.
+
+    It is made without the locks of its parent, which nobody else could ever wait for.
+    """
 
     def __init__(self, outcome: ModelRunnerOutput, clock: VirtualClock, time: float) -> None:
-        super().__init__()
-        self._clock, self._time = clock, time
-        self.set_result(outcome)
+        self._outcome, self._clock, self._time = outcome, clock, time
+
+    def done(self) -> bool:
+        """Always."""
+        return True
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
         """The outcome, once it is time."""
         self._clock.advance_to(self._time)
-        return super().result(timeout)
+        return self._outcome
 
 
 class SimulatedExecutor(ModelFreeExecutor):
@@ -70,9 +75,10 @@ class SimulatedExecutor(ModelFreeExecutor):
         """Order a step; its future moves the clock to the step's end when it is waited for."""
         outcome = self.run(scheduler_output)
         work = self._work(scheduler_output, outcome)
-        seconds = self._roofline.seconds(work)
+        times = self._roofline.times(work)
+        seconds = times.seconds
         self.busy_seconds += seconds
-        if self._roofline.memory_seconds(work) >= self._roofline.compute_seconds(work):
+        if times.memory >= times.compute:
             self.memory_bound_seconds += seconds
         self._free_at = max(self._clock.now, self._free_at) + seconds
         return _Timed(outcome, self._clock, self._free_at)

@@ -20,9 +20,9 @@ all-gather of logits, and whatever a real cluster adds between hosts.
 How good it is
 --------------
 The shares and overheads were chosen on eleven runs of vLLM 0.23.0 on one H200 (``bench/measured.py``): Llama-3-8B in
-bfloat16 with 1 to 256 sequences that decode, its prefill of 64 and 256 prompts, its prefill in FP8, and Llama-3-70B in FP8
-with one sequence. Seconds of these whole runs come out within 6%: those of 1 to 256 sequences by +0.7, -0.2, +1.0, +1.2, +4.6, +2.5
-and -2.8%.
+bfloat16 with 1 to 256 sequences that decode, its prefill of 64 and 256 prompts, its prefill in FP8, and Llama-3-70B in
+FP8 with one sequence. Seconds of these whole runs come out within 6%: those of 1 to 256 sequences by +0.7, -0.2, +1.0,
++1.2, +4.6, +2.5 and -2.8%.
 
 Runs that nothing was chosen by: 8B on 128 and 512 requests of mixed lengths +3.6 and -2.9%; 8B in FP8 -7.4 to +2.9%; 70B in
 FP8 -10.2 to +1.9%; a single prompt of 512 tokens, 16 ms, -18%. With Poisson arrivals of 10, 20 and 30 a second the median
@@ -33,6 +33,7 @@ repeats all of it. This is one kind of device: that others reach the same shares
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from refimpl.config import ModelConfig
 from refimpl.errors import ConfigError
@@ -58,8 +59,7 @@ class Efficiency:
 MEASURED = Efficiency()
 
 
-@dataclass(frozen=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step has to do. Counts are of the whole step, all rows together."""
 
     tokens: int
@@ -70,6 +70,23 @@ class StepWork:
     """Tokens whose keys and values are read: each row's context, its new tokens included."""
     pairs: int
     """(query, key) pairs of causal attention."""
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step, by cause."""
+
+    memory: float
+    """To move its bytes."""
+    compute: float
+    """To do its operations: at the same time."""
+    communication: float
+    """All-reduces."""
+    overhead: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes."""
+        return max(self.memory, self.compute) + self.communication + self.overhead
 
 
 class Roofline:
@@ -122,29 +139,14 @@ class Roofline:
         reduced = 2 * model.num_hidden_layers * 2 * (n - 1) / n * model.hidden_size * 2
         self._reduce_seconds = reduced / (hardware.link_bandwidth * efficiency.link)
 
-    def memory_seconds(self, work: StepWork) -> float:
-        """Seconds to move a step's bytes."""
-        return self._weight_seconds + (work.context + work.tokens) * self._kv_seconds
-
-    def compute_seconds(self, work: StepWork) -> float:
-        """Seconds to do a step's operations."""
+    def times(self, work: StepWork) -> StepTimes:
+        """What a step takes, by cause."""
         linear = self._flops_per_token * work.tokens + self._flops_per_row * work.rows
-        return (linear + self._flops_per_pair * work.pairs) / self._rate
-
-    def communication_seconds(self, work: StepWork) -> float:
-        """Seconds of a step's all-reduces."""
-        return self._reduce_latency + self._reduce_seconds * work.tokens
-
-    def overhead_seconds(self, work: StepWork) -> float:
-        """What a step costs besides."""
-        return self._step_seconds + self._row_seconds * work.rows
-
-    def seconds(self, work: StepWork) -> float:
-        """How long a step takes."""
-        return (
-            max(self.memory_seconds(work), self.compute_seconds(work))
-            + self.communication_seconds(work)
-            + self.overhead_seconds(work)
+        return StepTimes(
+            memory=self._weight_seconds + (work.context + work.tokens) * self._kv_seconds,
+            compute=(linear + self._flops_per_pair * work.pairs) / self._rate,
+            communication=self._reduce_latency + self._reduce_seconds * work.tokens,
+            overhead=self._step_seconds + self._row_seconds * work.rows,
         )
 
 

@@ -146,7 +146,7 @@ class Simulation:
 
     def _count(self) -> int:
         """Add up those that ended, and let go of them."""
-        ended = [sequence.request for sequence in self._loop.take_news() if sequence.finished]
+        ended = [sequence.request for sequence in self._loop.take_news() if sequence.finish_reason is not None]
         for request in dict.fromkeys(ended):
             self.tally.count(request)
             request.sequences = []  # else the two hold each other until the garbage collector comes

@@ -20,23 +20,23 @@ GENERATE = "llm.generate(prompts[:2], SamplingParams(max_tokens=2_000, ignore_eo
 
 
 @pytest.fixture(scope="module")
-def course(smollm2, tmp_path_factory):
-    """The three notebooks, each in a page of its own; the one with the embedded model runs already, as it takes longest."""
+def course(smollm2, tmp_path_factory, request):
+    """Gives a notebook by its name, in a page of its own, running. The one with the embedded model begins first: it is long."""
     folder, home, profile = (tmp_path_factory.mktemp(name) for name in ("course", "jupyter", "profile"))
+    opened = {}
     with lab(folder, home) as address, chromium(profile) as browser:
-        pages = [*browser.pages, *(browser.new_page() for _ in range(len(WIDGETS) - 1))]
-        notebooks = {}
-        for name, page in zip(WIDGETS, pages, strict=True):
-            notebooks[name] = Notebook(page, f"{address}/lab/workspaces/{name}/tree/{name}.ipynb")
-            notebooks[name].name, notebooks[name].started = name, False
-            assert_pictures_are_seen(notebooks[name])
-        run_all(notebooks["00_quickstart"])
-        yield notebooks
 
+        def running(name):
+            if name not in opened:
+                opened[name] = Notebook(browser.new_page(), f"{address}/lab/workspaces/{name}/tree/{name}.ipynb")
+                opened[name].name = name
+                assert_pictures_are_seen(opened[name])
+                opened[name].choose("Run", "runmenu:run-all")
+            return opened[name]
 
-def run_all(notebook):
-    notebook.choose("Run", "runmenu:run-all")
-    notebook.started = True
+        if any("00_quickstart" in item.name for item in request.session.items):
+            running("00_quickstart")
+        yield running
 
 
 def assert_pictures_are_seen(notebook):
@@ -49,9 +49,7 @@ def assert_pictures_are_seen(notebook):
 @pytest.fixture
 def notebook(request, course):
     """One of them, when all its cells have run."""
-    notebook = course[request.param]
-    if not notebook.started:
-        run_all(notebook)
+    notebook = course(request.param)
     running = notebook.page.locator(".jp-InputArea-prompt", has_text="[*]")
     wait_until(lambda: running.count() == 0, SECONDS)
     notebook.wait_for_kernel()
