@@ -11,8 +11,8 @@ import msgspec
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.errors import PromptError, RequestError, SamplingParamsError
 from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
-from refimpl.outputs import RequestMetrics
 from refimpl.request import Request, Sequence
+from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_intake import SamplingIntake
 from refimpl.sampling_numbers import SamplingNumbers
 from refimpl.sampling_params import LogitsHooks, SamplingParams

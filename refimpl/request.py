@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from refimpl.logprobs import TokenLogprobs
-from refimpl.outputs import Decision, RequestMetrics
+from refimpl.outputs import Decision
+from refimpl.request_metrics import RequestMetrics
 from refimpl.row_extras import RowExtras
 from refimpl.sampling_numbers import SamplingNumbers, plain_numbers
 from refimpl.sampling_params import SamplingParams
