@@ -24,6 +24,8 @@ LAYERS = [
         "sampling_params",
         "sampling_numbers",
         "logprobs",
+        "request_metrics",
+        "row_extras",
         "request",
         "outputs",
         "events",

@@ -14,7 +14,8 @@ from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch, StepInputs
 from refimpl.executor.readout import read_row
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.outputs import ModelRunnerOutput, RowExtras, SchedulerOutput
+from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
+from refimpl.row_extras import RowExtras
 from refimpl.sampling.logprobs import token_logprobs
 from refimpl.sampling.sampler import Sampler
 

@@ -15,8 +15,8 @@ from refimpl.cache.choose import check_parts
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError, RequestError
 from refimpl.events import EventLog
-from refimpl.outputs import RequestMetrics
 from refimpl.request import Request, Sequence
+from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler.choose import make_scheduler
 from refimpl.scheduler.policies import choose_policy

@@ -295,7 +295,7 @@ def test_a_hook_cannot_travel():
     elsewhere = ModelFreeExecutor(4).logits_hooks
     intake = Intake(checkpoint.tokenizer(), checkpoint.config, 64, EngineArgs(), lambda: 0.0, elsewhere)
     with pytest.raises(SamplingParamsError, match="logits_hook is given, but this engine computes in other processes"):
-        intake.make_request("a", None, [1], greedy(logits_hook=boom_at(1)), priority=0, cache_salt=None, user=None)
+        intake.prepare("a", [1], greedy(logits_hook=boom_at(1)))
 
 
 def test_all_numbers_travel():
@@ -306,6 +306,18 @@ def test_all_numbers_travel():
     admitted = (Admission(0, 0, (1, 2), 1, 0, seed=-5, path=9, reads_from=1, sampling=asked),)
     output = SchedulerOutput(0, Batch(1, (0,), (0,), (1,)), admitted=admitted)
     assert SchedulerOutput.from_wire(output.to_wire(0), known=output.batch).admitted == admitted
+
+
+def test_what_was_read_is_not_kept_with_the_story_of_a_finished_request(llm):
+    asked = greedy(logprobs=1, prompt_logprobs=1, return_logits=(0, 4), return_hidden_states=(1, 5), n=2)
+    llm.engine.add_request("read", [1, 2, 3], asked)
+    request = llm.engine._book.find("read")
+    output = finish(llm.engine)["read"]
+    assert [len(sample.logits) + len(sample.hidden_states) + len(sample.logprobs) for sample in output.outputs] == [10, 10]
+    assert "finished" in llm.engine.explain("read")
+    assert not request.prompt_logprobs
+    assert not [*request.readings.logits, *request.readings.hidden_states]
+    assert not any(one.logprobs or one.readings.logits or one.readings.hidden_states for one in request.sequences)
 
 
 # ---------------------------------------------------------------------- the counter
