@@ -21,7 +21,7 @@ GENERATE = "llm.generate(prompts[:2], SamplingParams(max_tokens=2_000, ignore_eo
 
 @pytest.fixture(scope="module")
 def course(smollm2, tmp_path_factory, request):
-    """Gives a notebook by its name, in a page of its own, running. The one with the embedded model begins first: it is long."""
+    """Gives a notebook by name, running in a page of its own. The one with the embedded model takes longest and begins."""
     folder, home, profile = (tmp_path_factory.mktemp(name) for name in ("course", "jupyter", "profile"))
     opened = {}
     with lab(folder, home) as address, chromium(profile) as browser:
@@ -67,10 +67,15 @@ def widgets_of(notebook):
     return [Widget(cells.nth(number)).drawn() for number in range(cells.count())]
 
 
+def press(widget, key):
+    widget.root.locator(".heading").click()
+    widget.page.keyboard.press(key)
+
+
 def assert_it_steps_back_and_forward(widget):
     """Its number, its sentence and its place go with the buttons, and come back."""
     last = widget.last
-    widget.click("Follow the engine")
+    press(widget, "End")  # the button for it is there while the engine lives
     widget.at(last)
     at_the_end = widget.step, widget.why
     for position in (last - 1, last - 2):
@@ -92,15 +97,14 @@ def assert_it_says_why(widget):
     assert widget.why.startswith("Why?")
     first = widget.why
     assert first in f"Why?{scrubber.get_attribute('aria-valuetext').partition(': ')[2]}"
-    widget.click("Follow the engine")
+    press(widget, "End")
     widget.at(widget.last)
     assert widget.why != first
 
 
 def assert_it_plays_and_pauses(widget):
     play, pause = (widget.root.locator(f"button[aria-label={label}]") for label in ("Play", "Pause"))
-    widget.root.locator(".heading").click()
-    widget.page.keyboard.press("1")
+    press(widget, "1")
     widget.root.locator("button", has_text="2 steps/s").wait_for()
     play.click()  # it stands at the end: from the beginning
     pause.click()
@@ -109,8 +113,7 @@ def assert_it_plays_and_pauses(widget):
     time.sleep(0.6)
     assert (widget.position, widget.why) == (stays, why)
     assert stays < widget.last
-    widget.root.locator(".heading").click()
-    widget.page.keyboard.press("4")
+    press(widget, "4")
     play.click()  # and on from here, to the end
     widget.at(widget.last)
     play.wait_for()
