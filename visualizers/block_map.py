@@ -13,7 +13,8 @@ from refimpl.visualizers.blocks import NULL_BLOCK
 from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette, hue, mix, on
-from refimpl.visualizers.state import SequenceState, State
+from refimpl.visualizers.sequence_state import SequenceState
+from refimpl.visualizers.state import State
 
 CELL = struct.Struct("<IBBBx")
 """One block: the oldest owner's sequence id + 1 (0: none), owners, 255 times its fill, kind."""

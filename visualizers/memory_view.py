@@ -10,7 +10,8 @@ from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.memory_view_svg import draw
 from refimpl.visualizers.palette import Palette
-from refimpl.visualizers.state import SequenceState, State
+from refimpl.visualizers.sequence_state import SequenceState
+from refimpl.visualizers.state import State
 from refimpl.visualizers.words import names, percent, size
 
 MAX_HUES = 4

@@ -25,7 +25,8 @@ from refimpl.visualizers.figure import count
 from refimpl.visualizers.frames import why
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import DARK, LIGHT, Palette, on
-from refimpl.visualizers.state import NEUTRAL, SequenceState, State
+from refimpl.visualizers.sequence_state import NEUTRAL, SequenceState
+from refimpl.visualizers.state import State
 from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
 from refimpl.visualizers.timelines import timeline_of

@@ -148,10 +148,12 @@ class Lifecycle:
     def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str | None = None) -> None:
         """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again.
 
-        Its blocks go to the swap space if that is cheaper than computing them again, and has room.
+        Its blocks go to the swap space if that is cheaper than computing them again, and has room. Those of a fork that no
+        step has told of do not: a table which the log never showed cannot be followed to the host.
         """
-        plan.withdraw(sequence)
+        untold = plan.withdraw(sequence)
         mode = mode or choose_mode(self.config.preemption_mode, self.costs, sequence.num_computed_tokens)
+        mode = "recompute" if untold else mode
         swapped = self.kv.swap_out(sequence.sequence_id) if mode == "swap" else None
         if swapped is not None:
             self.running.remove(sequence)
