@@ -48,6 +48,8 @@ class Lifecycle:
         self._arrived: list[Arrival] = []
         self._aborted: list[Finish] = []
         self._exhausted: list[Sequence] = []
+        self._dropped: list[Preemption] = []
+        """Swapped sequences that lost their blocks since the last step, of which the log must be told."""
         self._forked: list[tuple[Sequence, Sequence, tuple[int, ...]]] = []
         """(parent, child, blocks shared): forks since the last step, of which the executor must be told."""
 
@@ -120,7 +122,7 @@ class Lifecycle:
     @property
     def has_news(self) -> bool:
         """Whether something happened that no step has told yet."""
-        return bool(self._arrived or self._aborted or self.kv.was_reset)
+        return bool(self._arrived or self._aborted or self._dropped or self.kv.was_reset)
 
     def usage(self) -> CacheUsage:
         """How the KV cache is used now."""
@@ -186,7 +188,8 @@ class Lifecycle:
     def drop_all_swapped(self) -> None:
         """After a step that failed: what it moved may hold nothing, so all that is swapped is to be recomputed."""
         for sequence_id in self.kv.swap.tables:
-            self._drop_swapped(self.sequences[sequence_id])
+            block_ids = self._drop_swapped(self.sequences[sequence_id])
+            self._dropped.append(Preemption(sequence_id, "recompute", tuple(block_ids)))
 
     def _drop_swapped(self, sequence: Sequence) -> list[int]:
         sequence.num_computed_tokens = 0

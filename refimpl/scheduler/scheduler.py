@@ -62,8 +62,9 @@ class Scheduler(Lifecycle):
         self._continue_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
+        plan.preempted[:0] = self._dropped
         output = plan.freeze(self._last_batch, self._arrived, self._aborted, self.kv.take_cache_changes(), self._log.take())
-        self._arrived, self._aborted = [], []
+        self._arrived, self._aborted, self._dropped = [], [], []
         self._last_batch = output.batch
         self.step = self._log.step = self.step + 1
         return output
