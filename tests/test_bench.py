@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.bench import batching, claims, latency, memory, overhead, peer_vllm, report, scheduler, sharing, throughput
+from refimpl.bench import (
+    batching,
+    claims,
+    latency,
+    memory,
+    overhead,
+    peer_vllm,
+    report,
+    scheduler,
+    sharing,
+    swap,
+    throughput,
+)
 from refimpl.bench.flops import flop_counter
 from refimpl.bench.peers import OtherEnvironment
 from refimpl.bench.recompute import run
@@ -206,6 +218,34 @@ def test_overhead_takes_the_forward_pass_from_the_step():
         assert 0 < result.results[kind]["forward_ms"] < result.results[kind]["ms_per_step"]
     assert 0 < result.results["host_ms"]["min"] <= result.results["host_ms"]["median"]
     assert "8 sequences, without model" in report.TABLES["overhead"](as_kept(result))
+
+
+def test_the_swap_benchmark_draws_the_same_tokens_both_ways():
+    result = swap.run({"model": "tiny", "dtype": "float64"}, lengths=(20, 70), others=2, repeats=2)
+    checks = {check.name: check for check in result.checks}
+    assert list(checks) == ["swap_same_tokens", "recompute_same_tokens", "cheaper_mode_predicted", "itl_during_swap"]
+    assert checks["swap_same_tokens"].ok
+    assert checks["recompute_same_tokens"].ok
+    short, long = result.results["lengths"]
+    assert (short["tokens"], long["tokens"]) == (29, 79)
+    assert long["swap_predicted"] == pytest.approx(79 / 29 * short["swap_predicted"])
+    assert long["recompute_predicted"] > 79 / 29 * short["recompute_predicted"]
+    for mode in ("swap", "recompute"):
+        assert result.results["beside"][mode]["ratio"]["min"] > 0
+    assert "| 79 | " in report.TABLES["swap"](json.loads(json.dumps(as_kept(result))))
+
+
+def test_a_crossover_lies_between_the_lengths_where_the_cheaper_changes():
+    assert swap.crossover([(10, 2.0, 1.0), (20, 2.0, 3.0), (30, 2.0, 5.0)]) == 15
+    assert swap.crossover([(10, 2.0, 3.0), (20, 2.0, 1.0), (30, 2.0, 5.0)]) == 22.5, "from there on, for good"
+    assert swap.crossover([(10, 1.0, 2.0), (20, 1.0, 3.0)]) == 0
+    assert swap.crossover([(10, 1.0, 2.0), (20, 3.0, 3.0)]) is None
+
+
+@pytest.mark.parametrize("options", [{"lengths": ()}, {"lengths": (8, 8)}, {"others": 0}, {"repeats": 0}])
+def test_preemptions_that_cannot_be_measured_are_refused(options):
+    with pytest.raises(ConfigError, match="must be 1 or more, and lengths must rise"):
+        swap.run(DEFAULTS, **options)
 
 
 def test_rates_are_tokens_over_seconds():

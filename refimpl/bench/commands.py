@@ -208,6 +208,28 @@ def simulate(
 
 
 @bench.command()
+@with_engine_options
+def swap(
+    *,
+    lengths: Annotated[str, typer.Option(help="Tokens of the victims, rising, by commas.")] = "64,128,256,512,1024",
+    others: Annotated[int, typer.Option(help="Requests that decode beside the longest victim.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Preemptions of each kind and length.")] = 5,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Preemption by swapping beside recomputing: seconds by length, where they cross, and what other requests feel."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.swap import run
+
+    try:
+        tokens = tuple(int(length) for length in lengths.split(","))
+    except ValueError as error:
+        raise ConfigError(f"lengths is {lengths!r}; give whole numbers by commas, such as 64,256,1024") from error
+    report_result(run(engine_options, tokens, others, repeats), as_json, save)
+
+
+@bench.command()
 def report(
     readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
     claims: Annotated[Path, typer.Option(help="The claims page, which is written anew.")] = Path("notebooks/CLAIMS.md"),

@@ -171,6 +171,26 @@ def _overhead(result: dict[str, Any]) -> str:
     return "| | ms a step, median | outside the forward pass |\n|---|---|---|\n" + rows + host + caption(result)
 
 
+def _swap(result: dict[str, Any]) -> str:
+    r = result["results"]
+    head = "| tokens of the victim | swapped, ms (range) | predicted | recomputed, ms (range) | predicted |\n"
+    rows = ""
+    for row in r["lengths"]:
+        cells = []
+        for mode in ("swap", "recompute"):
+            s = {name: 1e3 * seconds for name, seconds in row[mode].items()}
+            cells.append(f"{s['median']:,.1f} ({s['min']:,.1f}–{s['max']:,.1f}) | {1e3 * row[f'{mode}_predicted']:,.1f}")
+        rows += f"| {row['tokens']:,} | {' | '.join(cells)} |\n"
+    measured = r["crossover_measured"]
+    crossing = "none up to the longest" if measured is None else f"{measured:,.0f} tokens"
+    beside = ", ".join(f"{b['ratio']['median']:.2f} times with {mode}" for mode, b in r["beside"].items())
+    return (
+        f"{head}|---|---|---|---|---|\n{rows}\nSwapping is the cheaper from {r['crossover_predicted']:,.0f} tokens on as "
+        f"predicted; measured: {crossing}. Time between tokens of {r['others']} others in the two steps of a preemption, "
+        f"over that without: {beside}.\n" + caption(result)
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": _recompute,
     "sharing": _sharing,
@@ -180,5 +200,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "throughput": _throughput,
     "latency": _latency,
     "overhead": _overhead,
+    "swap": _swap,
 }
 """How each topic's result becomes a Markdown table."""
