@@ -121,7 +121,8 @@ class AsyncLLM:
 
     One thread steps the engine; everything else is asked of it and served between two steps. It has no event loop of its
     own, so it works in a notebook's cell (``await`` and ``async for`` at top level) as it does under ``asyncio.run``.
-    ``engine`` is the engine behind it: its methods may be called from other threads, and ``engine.gate`` holds it.
+    ``engine`` is the engine behind it: other threads may look into it and abort, and ``engine.gate`` holds it. Requests are
+    added here alone: one that is added to ``engine`` itself has no reader.
 
     Args:
         model: as for :class:`refimpl.LLM`.

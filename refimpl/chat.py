@@ -13,7 +13,7 @@ import msgspec
 from refimpl.engine import Engine
 from refimpl.errors import RefimplError, RequestError
 from refimpl.interrupts import interrupts_between_steps
-from refimpl.outputs import RequestMetrics
+from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_params import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | chat | pull | lab | doctor | bench``.
+"""The command line: ``refimpl generate | chat | pull | lab | doctor | simulate | bench``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -18,6 +18,7 @@ from refimpl.bench.commands import bench
 from refimpl.chat_command import chat as chat_command
 from refimpl.cli_options import with_engine_options
 from refimpl.cli_output import GenerateCommand
+from refimpl.cli_simulate import NOT_SIMULATED, simulate
 from refimpl.config import EngineArgs
 from refimpl.doctor.command import doctor
 from refimpl.errors import RefimplError
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command("chat")(chat_command)
 app.command("doctor")(doctor)
+app.command("simulate")(with_engine_options(simulate, but=NOT_SIMULATED))
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -12,18 +12,19 @@ import typer
 from refimpl.config import EngineArgs
 
 
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_engine_options(command: Callable[..., None], but: Collection[str] = ()) -> Callable[..., None]:
     """Add an option for every field of EngineArgs to a command that takes ``engine_options`` as a dict.
 
-    Fields that only Python can fill are left out.
+    Left out are those that only Python can fill, those that the command has itself, and those named in ``but``.
     """
     hints = get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
     own = [p for p in own if p.name != "engine_options"]
+    left_out = {p.name for p in own} | set(but)
     types = get_type_hints(EngineArgs)
     engine = []
     for field in dataclasses.fields(EngineArgs):
-        if not field.metadata.get("cli", True):
+        if field.name in left_out or not field.metadata.get("cli", True):
             continue
         kind = str if types[field.name] is Any else types[field.name]
         flag = f"--{field.name.replace('_', '-')}"

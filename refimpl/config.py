@@ -22,6 +22,7 @@ ONE_OF = {
     "load_format": ("auto", "dummy"),
     "kv_cache_manager": ("paged", "contiguous"),
     "scheduler": ("continuous", "static"),
+    "preemption_mode": ("auto", "swap", "recompute"),
 }
 """Options that are one of a few names."""
 ATTENTION_BACKENDS = ("auto", "torch")
@@ -93,6 +94,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     max_num_queued_reqs: int | None = None
     watermark: float = 0.0
+    preemption_mode: str = "recompute"
 
 
 def _option(default: Any, text: str) -> Any:
@@ -140,6 +142,10 @@ class EngineArgs:
     prefix_index: Any = _option("chained_hash", "chained_hash, token_tree; in Python also a PrefixIndex object.")
     num_gpu_blocks_override: int | None = _option(None, "Blocks in the KV cache, whatever the memory says.")
     kv_cache_memory_bytes: int | None = _option(None, "Bytes for the KV cache, instead of a share of the memory.")
+    swap_space: float = _option(0.0, "GiB of host memory a device to which preempted sequences may be swapped.")
+    preemption_mode: str = _option(
+        "auto", "swap, recompute, or auto: whichever is cheaper for the victim's length, as measured at the start."
+    )
     gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
     cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
     attention_backend: Any = _option("auto", "auto or torch; in Python also an AttentionBackend object.")
@@ -188,6 +194,7 @@ class EngineArgs:
             raise ConfigError(f"logits_hook is {self.logits_hook!r}; it must be None or a callable (token_ids, logits)")
         self._check_backend()
         self._check_baselines()
+        self._check_swap()
         share, space = self.gpu_memory_utilization, self.cpu_kvcache_space
         if not _is_finite(share) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1")
@@ -206,6 +213,16 @@ class EngineArgs:
             raise ConfigError(
                 f"attention_backend is {backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}, or an object (not a "
                 "class) with a name and begin_step(metadata), as refimpl.attention.AttentionBackend"
+            )
+
+    def _check_swap(self) -> None:
+        if not _is_finite(self.swap_space) or not self.swap_space >= 0:
+            raise ConfigError(f"swap_space is {self.swap_space!r}; it must be a number of GiB, 0 (none) or more")
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("preemption_mode is 'swap', but swap_space is 0; give it some GiB, or use 'recompute'")
+        if self.swap_space and (self.kv_cache_manager != "paged" or not self.enable_kv_cache):
+            raise ConfigError(
+                "swap_space is for the paged cache; with kv_cache_manager='contiguous' or enable_kv_cache=False leave it 0"
             )
 
     def _check_baselines(self) -> None:
@@ -294,4 +311,5 @@ class EngineArgs:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_num_queued_reqs=self.max_num_queued_reqs,
             watermark=self.watermark,
+            preemption_mode=self.preemption_mode,
         )

@@ -6,16 +6,17 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from refimpl.cache import PrefixCacheStats, Violation, audit, make_kv_cache_manager
 from refimpl.cache.choose import check_parts
+from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import EngineArgs
 from refimpl.engine_lock import EngineLock
 from refimpl.errors import RefimplError, RequestError
 from refimpl.executor.device import resolve_device
-from refimpl.executor.executor import Executor
+from refimpl.executor.executor import Executor, kv_cache_of
 from refimpl.executor.local import LocalExecutor
 from refimpl.explain import explain
 from refimpl.gate import Gate
@@ -65,26 +66,23 @@ class Engine:
         wanted = args.async_scheduling if args.async_scheduling is not None else on_gpu
         self._depth = 1 if wanted and args.enable_kv_cache else 0
         self.tokenizer = checkpoint.tokenizer()
-        self._executor: Executor = LocalExecutor(
-            args, checkpoint, args.checked_max_model_len(model_limit), asynchronous=self._depth > 0
-        )
+        overlap = self._depth > 0
+        executor: Executor = LocalExecutor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
+        self._executor = executor
+        weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
         try:
-            config = args.scheduler_config(model_limit, self._executor.num_blocks * args.block_size)
-            kv_cache_manager = make_kv_cache_manager(args, self._executor.num_blocks, config.max_model_len)
+            config = args.scheduler_config(model_limit, executor.num_blocks * args.block_size)
+            kv = make_kv_cache_manager(args, executor.num_blocks, config.max_model_len, executor.num_host_blocks)
         except BaseException:
-            self._executor.close()
+            executor.close()
             raise
         if config.max_model_len < (args.max_model_len or model_limit):
             log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
         self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
-        self.scheduler = make_scheduler(args, config, kv_cache_manager, eos, clock, policy, self._processor)
-        self._intake = Intake(
-            self.tokenizer, self.model_config, config.max_model_len, args, clock, self._executor.logits_hooks
-        )
-        overlap, token_text = self._depth > 0, self.tokenizer.token_text
-        self._recorder = Recorder(
-            checkpoint.name, config, kv_cache_manager, overlap, args.event_log_size, clock, token_text, self._executor
-        )
+        costs, hooks, token_text = executor.preemption_costs, executor.logits_hooks, self.tokenizer.token_text
+        self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, self._processor, costs)
+        self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args, clock, hooks)
+        self._recorder = Recorder(checkpoint.name, config, kv, overlap, args.event_log_size, clock, token_text, executor)
         self.events = self._recorder.events
         self.gate = Gate()
         """Where who watches may hold the engine between two steps."""
@@ -92,7 +90,6 @@ class Engine:
         self._loop = StepLoop(self.scheduler, self._executor, self._recorder, self._depth)
         self._kept: list[RequestOutput] = []
         self._book = RequestBook()
-        weakref.finalize(self, self._executor.close).atexit = False  # dropped without close; a process's end frees anyway
         self._closed = False
         self.num_aborted = 0
         """Requests that were aborted since the engine began."""
@@ -294,13 +291,19 @@ class Engine:
         """Weights and KV cache in bytes: used, wasted, cached, free, and the same sequences in a contiguous cache."""
         with self._lock:
             self.check_open()
-            return MemoryReport(
-                device=self._executor.device_name,
-                weight_bytes=self._executor.weight_bytes,
-                block_bytes=self._executor.block_bytes,
-                max_model_len=self.scheduler.config.max_model_len,
-                usage=self.scheduler.usage(),
-            )
+            return MemoryReport.of(self._executor, self.scheduler.config.max_model_len, self.scheduler.usage())
+
+    def read_blocks(self, layer: int, block_ids: Iterable[int]) -> LayerKV:
+        """Copies of the keys and values that some blocks hold in a layer, to look at; block ids are those of block tables.
+
+        Raises:
+            RefimplError: there is no such layer or block, or this engine computes without a model.
+
+        """
+        with self._lock:
+            self.check_open()
+            self._loop.drain()
+            return kv_cache_of(self._executor).read(layer, block_ids)
 
     def audit(self) -> list[Violation]:
         """Check the cache's books from the outside; empty when all is right."""

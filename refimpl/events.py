@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import gzip
 import logging
+import re
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -126,6 +128,8 @@ class RowKinds:
     def __init__(self, prefilling: Iterable[int] = ()) -> None:
         self._prefilling = set(prefilling)
         """Sequences; at first, those of a log that begins in the middle of a run."""
+        self._swapped: dict[int, bool] = {}
+        """Whether each swapped sequence was prefilling when it left: it goes on with that."""
 
     def of(self, record: StepRecord) -> list[RowKind]:
         """The kind of each row of the next record."""
@@ -133,9 +137,15 @@ class RowKinds:
         if not prefilling and not record.admitted:
             return ["decode"] * len(record.sequence_ids)
         prefilling.difference_update(finish.sequence_id for finish in (*record.aborted, *record.exhausted))
-        prefilling.difference_update(preemption.sequence_id for preemption in record.preempted)
+        for preemption in record.preempted:
+            self._swapped.pop(preemption.sequence_id, None)
+            if preemption.mode == "swap":
+                self._swapped[preemption.sequence_id] = preemption.sequence_id in prefilling
+            prefilling.discard(preemption.sequence_id)
         parents = {child: parent for parent, child in record.forks}
         for sequence_id, _, _ in record.admitted:
+            if not self._swapped.pop(sequence_id, True):
+                continue
             parent = parents.get(sequence_id)
             if parent is None or parent in prefilling:  # a fork of one that decodes goes on decoding
                 prefilling.add(sequence_id)
@@ -183,10 +193,17 @@ class EventLog:
 
     def save(self, path: str | Path) -> None:
         """Write the header and the records that are kept, as JSON lines (gzipped if the name ends in .gz)."""
-        encode = msgspec.json.encode
-        with _open(Path(path), "wb") as file:
+        with self.saving(path) as write:
+            for record in tuple(self.records):
+                write(record)
+
+    @contextmanager
+    def saving(self, path: str | Path) -> Iterator[Callable[[StepRecord], object]]:
+        """Write the header, and then each record that is given to the function yielded; the same log, the same bytes."""
+        encode, path = msgspec.json.encode, Path(path)
+        with path.open("wb") as raw, _zipped(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
             file.write(encode(self.header) + b"\n")
-            file.writelines(encode(record) + b"\n" for record in tuple(self.records))
+            yield lambda record: file.write(encode(record) + b"\n")
 
     @classmethod
     def load(cls, path: str | Path, partial: bool = False) -> EventLog:
@@ -198,7 +215,7 @@ class EventLog:
         """
         path = Path(path)
         try:
-            with _open(path, "rb") as file:
+            with _open(path) as file:
                 first_line = file.readline()
                 written_by = msgspec.json.decode(first_line, type=_Version)  # alone: another schema has other fields
                 if written_by.schema != SCHEMA_VERSION:
@@ -294,9 +311,14 @@ _TABLE = {
 """The columns of ``to_pandas`` and their types; without one it is text."""
 
 
-def _open(path: Path, mode: str) -> IO[Any]:
-    opened: IO[Any] = gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)  # type: ignore[assignment]  # noqa: SIM115
+def _open(path: Path) -> IO[Any]:
+    opened: IO[Any] = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[assignment]  # noqa: SIM115
     return opened
+
+
+def _zipped(raw: IO[bytes]) -> gzip.GzipFile:
+    """Without the time and the name that gzip would put into the file."""
+    return gzip.GzipFile("", "wb", fileobj=raw, mtime=0)
 
 
 DECISION_TEXTS = {
@@ -309,8 +331,10 @@ DECISION_TEXTS = {
     "waits_update": "pauses: the pool is empty, and a token in flight may be about to free blocks",
     "admitted": "is admitted to slot {slot}: {new} of its {total} tokens in this step, {blocks} new block(s)",
     "resumed": "is admitted again, to slot {slot}: recomputes {new} of {total} tokens in this step, {blocks} new block(s)",
+    "swapped_in": "comes back from swap, to slot {slot}: {moved} block(s) copied from the host, {kept} were still here",
+    "dropped_swap": "loses its swapped blocks, {blocks} of them on the device, which others need: it is to be recomputed",
     "prefix_hit": "finds {tokens} of its tokens in the prefix cache, in {blocks} block(s)",
-    "forked": "shares all {blocks} block(s) of {parent}, takes slot {slot}, and draws its next token on its own",
+    "forked": "shares {blocks} block(s) with {parent}, takes slot {slot}, and draws its next token on its own",
     "copied": "writes into a block that others use: block {source} is copied to {target} first",
     "chunked": "is split by the budget: {new} tokens in this step, {left} left",
     "decoding": "is computed up to its last token; from here one token a step",
@@ -320,9 +344,11 @@ DECISION_TEXTS = {
     "stop_string": "holds the stop string {stop!r} in its text",
     "finished": "ends after {tokens} output tokens: {reason}",
 }
-"""The sentence of each kind of decision; its fields are the decision's numbers."""
+"""The sentence of each kind of decision; its fields are the decision's numbers. ``(s)`` becomes an s, or nothing after 1."""
+_PLURAL = re.compile(r"(\b(\d+)(?: new)? (?:block|sequence|token))\(s\)")
 
 
 def describe(decision: Decision) -> str:
     """A decision as a sentence whose subject is the sequence."""
-    return DECISION_TEXTS[decision.kind].format(**decision.numbers)
+    text = DECISION_TEXTS[decision.kind].format(**decision.numbers)
+    return _PLURAL.sub(lambda found: found[1] + ("" if found[2] == "1" else "s"), text)

@@ -11,11 +11,11 @@ import msgspec
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.errors import PromptError, RequestError, SamplingParamsError
 from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
-from refimpl.outputs import RequestMetrics
 from refimpl.request import Request, Sequence
-from refimpl.sampling.hooks import LogitsHooks
+from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_intake import SamplingIntake
-from refimpl.sampling_params import SamplingParams
+from refimpl.sampling_numbers import SamplingNumbers
+from refimpl.sampling_params import LogitsHooks, SamplingParams
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 
@@ -28,6 +28,8 @@ class PreparedRequest:
     """The text, where one was given."""
     token_ids: list[int]
     params: SamplingParams
+    sampling: SamplingNumbers
+    """``params`` made ready for the executor."""
     priority: int = 0
     cache_salt: str | None = None
     user: str | None = None
@@ -101,21 +103,17 @@ class Intake:
         """Check the arguments of a request, and tokenise its prompt. Touches nothing, so any thread may call it.
 
         Raises:
-            RequestError: an argument is wrong.
+            RequestError: an argument is wrong, or the parameters do not fit the model, the engine or the prompt.
 
         """
         check_kinds(request_id, params, priority)
         token_ids = self.token_ids(request_id, prompt)
         text = prompt if isinstance(prompt, str) else None
-        return PreparedRequest(request_id, text, token_ids, params, priority, cache_salt, user)
+        sampling = self._sampling_numbers(request_id, params, len(token_ids))
+        return PreparedRequest(request_id, text, token_ids, params, sampling, priority, cache_salt, user)
 
     def make_request(self, prepared: PreparedRequest) -> Request:
-        """The request and its samples. Nothing is numbered until :meth:`accept`, so a refused one leaves no gap.
-
-        Raises:
-            SamplingParamsError: the parameters do not fit the model, the engine or the prompt.
-
-        """
+        """The request and its samples. Nothing is numbered until :meth:`accept`, so a refused one leaves no gap."""
         params, token_ids = prepared.params, prepared.token_ids
         room = self._max_model_len - len(token_ids)
         request = Request(
@@ -130,7 +128,7 @@ class Intake:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             metrics=RequestMetrics(arrival_time=self._clock(), num_prompt_tokens=len(token_ids)),
         )
-        self._fit_sampling(request)
+        request.sampling = prepared.sampling
         request.sequences = [
             Sequence(
                 sequence_id=self._num_sequences + index,
@@ -146,24 +144,23 @@ class Intake:
             sequence.leader = request.sequences[0]
         return request
 
-    def _fit_sampling(self, request: Request) -> None:
-        """Give a request its sampling numbers, or say why it can have none."""
-        params, fits = request.params, request.max_tokens
+    def _sampling_numbers(self, request_id: str, params: SamplingParams, num_prompt_tokens: int) -> SamplingNumbers:
+        room = self._max_model_len - num_prompt_tokens
         try:
-            request.sampling = self._sampling.numbers(params)
-            if fits >= 1 and params.min_tokens > fits:  # where nothing fits, the scheduler says so
+            if 1 <= room < params.min_tokens:  # where nothing fits, the scheduler says so
                 raise SamplingParamsError(
-                    f"min_tokens is {params.min_tokens}, but at most {fits} fit behind a prompt of "
-                    f"{len(request.prompt_token_ids)} tokens (max_model_len is {self._max_model_len}); lower it",
+                    f"min_tokens is {params.min_tokens}, but at most {room} fit behind a prompt of {num_prompt_tokens} "
+                    f"tokens (max_model_len is {self._max_model_len}); lower it",
                     min_tokens=params.min_tokens,
-                    fits=fits,
+                    fits=room,
                 )
             if params.logits_hook is not None and self._logits_hooks is None:
                 raise SamplingParamsError(
                     "logits_hook is given, but this engine computes in other processes, which it cannot reach"
                 )
+            return self._sampling.numbers(params)
         except SamplingParamsError as error:
-            error.request_id = request.request_id
+            error.request_id = request_id
             raise
 
     def make_branch(self, parent: Sequence, new_id: str, params: SamplingParams | None) -> Request:
@@ -178,8 +175,10 @@ class Intake:
         check_kinds(new_id, params, origin.priority)
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a fork is one sample, fork again for more", request_id=new_id)
+        token_ids = list(parent.token_ids)
+        sampling = self._sampling_numbers(new_id, params, len(token_ids))
         request = self.make_request(
-            PreparedRequest(new_id, None, list(parent.token_ids), params, origin.priority, origin.cache_salt, origin.user)
+            PreparedRequest(new_id, None, token_ids, params, sampling, origin.priority, origin.cache_salt, origin.user)
         )
         if params.seed is None:
             request.seed = origin.seed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 
@@ -36,6 +38,14 @@ class CacheUsage(msgspec.Struct, frozen=True):
         return self.wasted_slots / (self.used_blocks * self.block_size) if self.used_blocks else 0.0
 
 
+class HoldsMemory(Protocol):
+    """What an executor says of its memory."""
+
+    device_name: str
+    weight_bytes: int
+    block_bytes: int
+
+
 class MemoryReport(msgspec.Struct, frozen=True):
     """Weights and KV cache in bytes, and the same requests in a contiguous cache beside it. ``print`` shows a table."""
 
@@ -46,6 +56,11 @@ class MemoryReport(msgspec.Struct, frozen=True):
     max_model_len: int
     """What a contiguous cache reserves for each sequence, in tokens."""
     usage: CacheUsage
+
+    @classmethod
+    def of(cls, holder: HoldsMemory, max_model_len: int, usage: CacheUsage) -> MemoryReport:
+        """The report of an executor's memory, used so."""
+        return cls(holder.device_name, holder.weight_bytes, holder.block_bytes, max_model_len, usage)
 
     @property
     def pool_bytes(self) -> int:

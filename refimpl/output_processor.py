@@ -65,7 +65,8 @@ class OutputProcessor:
         return outputs
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request."""
+        """Drop what is kept of a request for its user."""
+        request.drop_readings()
         self._prompt_logprobs.pop(request.request_id, None)
         for sequence in request.sequences:
             self._streams.pop(sequence.sequence_id, None)

@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import msgspec
 
-from refimpl.logprobs import Logprob, TokenLogprobs
+from refimpl.logprobs import Logprob
+from refimpl.request_metrics import RequestMetrics
+from refimpl.row_extras import RowExtras
 from refimpl.sampling_numbers import SamplingNumbers
 
 NO_TOKEN = -1
@@ -133,16 +134,19 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 _WireBatch = Batch | int
-_Wire = tuple[int, _WireBatch, tuple[Admission, ...], tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...]]
+_Pairs = tuple[tuple[int, int], ...]
+_Changes = tuple[tuple[Admission, ...], tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...], _Pairs, _Pairs]
+_Wire = tuple[int, _WireBatch, _Changes]
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step as the scheduler planned it.
 
-    ``batch`` is whole, for whoever reads steps. An executor applies the changes in this order: ``admitted``,
-    ``restarted``, ``new_blocks``, ``copies``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``,
-    from where that slot stands. A row that reaches its sequence's last known token draws the next one. A row of 0 tokens is
-    a sample that shares its prompt with the row before it: it draws from that row's logits.
+    ``batch`` is whole, for whoever reads steps; it has no rows where all sequences gave way at once. An executor applies the
+    changes in this order: ``swapped_out``, ``swapped_in``, ``admitted``, ``restarted``, ``new_blocks``, ``copies``; then it
+    computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that slot stands. A row that reaches its
+    sequence's last known token draws the next one. A row of 0 tokens is a sample that shares its prompt with the row before
+    it: it draws from that row's logits.
     """
 
     step: int
@@ -150,6 +154,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     admitted: tuple[Admission, ...] = ()
     restarted: tuple[int, ...] = ()
     """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    """(device block, host block): copied before anything else of the step, since the device blocks may be written in it."""
+    swapped_in: tuple[tuple[int, int], ...] = ()
+    """(host block, device block): copied next."""
     new_blocks: tuple[NewBlocks, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     """All of a step's copies, to be made at once before anything is written."""
@@ -168,8 +176,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.batch.slots
+        """Whether an executor has nothing to do: no rows, and nothing to move to the host."""
+        return not self.batch.slots and not self.swapped_out
 
     def to_wire(self, known_version: int) -> bytes:
         """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes.
@@ -184,7 +192,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
                     f"sequence {admission.sequence_id} has a logits hook, which cannot be sent to another process"
                 )
         batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
-        return msgspec.msgpack.encode((self.step, batch, self.admitted, self.new_blocks, self.copies, self.restarted))
+        moved = (self.swapped_out, self.swapped_in)
+        changes = (self.admitted, self.new_blocks, self.copies, self.restarted, *moved)
+        return msgspec.msgpack.encode((self.step, batch, changes))
 
     @classmethod
     def from_wire(cls, data: bytes, known: Batch) -> SchedulerOutput:
@@ -194,27 +204,21 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
             ValueError: the sender counts on a batch of another version than ``known``.
 
         """
-        step, batch, admitted, new_blocks, copies, restarted = msgspec.msgpack.decode(data, type=_Wire)
+        step, batch, (admitted, new_blocks, copies, restarted, out, back) = msgspec.msgpack.decode(data, type=_Wire)
         if isinstance(batch, int):
             if batch != known.version:
                 raise ValueError(f"this executor holds batch {known.version}; the step counts on batch {batch}")
             batch = known
-        return cls(step, batch, admitted=admitted, restarted=restarted, new_blocks=new_blocks, copies=copies)
-
-
-class RowExtras(msgspec.Struct, frozen=True):
-    """What a row sends back beside its token, where its request asks for it. Arrays are numpy's, float32."""
-
-    logprobs: TokenLogprobs | None = None
-    """Of the token drawn."""
-    prompt_logprobs: dict[int, TokenLogprobs] = {}
-    """By position in the prompt; position 0 has none."""
-    logits: dict[int, Any] = {}
-    """Raw logits ``[V]`` after the token at each position."""
-    hidden_states: dict[int, Any] = {}
-    """Last hidden state ``[H]`` of each position."""
-    failure: str | None = None
-    """Why the row's request cannot go on, in a sentence."""
+        return cls(
+            step,
+            batch,
+            admitted=admitted,
+            restarted=restarted,
+            swapped_out=out,
+            swapped_in=back,
+            new_blocks=new_blocks,
+            copies=copies,
+        )
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
@@ -224,78 +228,6 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     """The token drawn, ``NO_TOKEN``, ``BAD_LOGITS`` or ``NOTHING_LEFT``."""
     extras: dict[int, RowExtras] = {}
     """By row, for the few that have any."""
-
-
-class RequestMetrics(msgspec.Struct):
-    """When things happened to a request, and how many tokens it had; kept up while it runs.
-
-    Times of the day are seconds of the engine's clock (``time.monotonic``), durations are seconds. What has not happened yet
-    is None.
-    """
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    """When it first got a slot and blocks."""
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    token_times: list[list[float]] = []
-    """For each sample, when each of its output tokens became known."""
-    num_preemptions: int = 0
-    """How often a sample gave its slot and blocks back to others."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Tokens of the prompt that were found in the prefix cache when it first ran: they were not computed."""
-
-    @property
-    def num_generation_tokens(self) -> int:
-        """Output tokens so far, of all samples."""
-        return sum(map(len, self.token_times))
-
-    @property
-    def queued_time(self) -> float | None:
-        """Seconds from arrival until it first ran."""
-        return _between(self.arrival_time, self.first_scheduled_time)
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first output token of any sample (TTFT): queue and prompt."""
-        return _between(self.arrival_time, self.first_token_time)
-
-    @property
-    def inter_token_latencies(self) -> list[list[float]]:
-        """For each sample, the seconds between neighbouring output tokens (ITL)."""
-        return [[b - a for a, b in itertools.pairwise(times)] for times in self.token_times]
-
-    @property
-    def mean_time_per_output_token(self) -> float | None:
-        """Seconds a token after the first (TPOT), over all samples; None while none has two."""
-        latencies = [latency for sample in self.inter_token_latencies for latency in sample]
-        return sum(latencies) / len(latencies) if latencies else None
-
-    @property
-    def e2e_latency(self) -> float | None:
-        """Seconds from arrival until the last sample ended."""
-        return _between(self.arrival_time, self.finished_time)
-
-    def __str__(self) -> str:
-        def ms(seconds: float | None) -> str:
-            return "not yet" if seconds is None else f"{1000 * seconds:,.1f} ms"
-
-        rows = [
-            ("prompt", f"{self.num_prompt_tokens:,} tokens, {self.num_cached_tokens:,} of them cached"),
-            ("output", f"{self.num_generation_tokens:,} tokens"),
-            ("queued", ms(self.queued_time)),
-            ("first token after", ms(self.time_to_first_token)),
-            ("a token takes", ms(self.mean_time_per_output_token)),
-            ("end to end", ms(self.e2e_latency)),
-        ]
-        if self.num_preemptions:
-            rows.append(("preempted", f"{self.num_preemptions} times"))
-        return "\n".join(f"{name:<18} {value}" for name, value in rows)
-
-
-def _between(start: float, end: float | None) -> float | None:
-    return None if end is None else end - start
 
 
 class CompletionOutput(msgspec.Struct, frozen=True):

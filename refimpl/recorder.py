@@ -95,6 +95,8 @@ class Recorder:
             exhausted=output.exhausted,
             admitted=tuple((a.sequence_id, a.slot, a.num_computed_tokens) for a in output.admitted),
             restarted=output.restarted,
+            swapped_out=output.swapped_out,
+            swapped_in=tuple((device_id, host_id) for host_id, device_id in output.swapped_in),
             finished=tuple(update.finished),
             copies=output.copies,
             cache_changes=output.cache_changes,

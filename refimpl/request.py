@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from refimpl.logprobs import TokenLogprobs
-from refimpl.outputs import Decision, RequestMetrics, RowExtras
+from refimpl.outputs import Decision
+from refimpl.request_metrics import RequestMetrics
+from refimpl.row_extras import RowExtras
 from refimpl.sampling_numbers import SamplingNumbers, plain_numbers
 from refimpl.sampling_params import SamplingParams
 
@@ -157,6 +159,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.sampling = plain_numbers(self.params)
+
+    def drop_readings(self) -> None:
+        """Its user has been told all: log-probabilities, logits and hidden states need not be kept with its story."""
+        self.prompt_logprobs, self.readings = {}, Readings()
+        for sequence in self.sequences:
+            sequence.logprobs, sequence.readings = [], Readings()
 
     @property
     def finished(self) -> bool:

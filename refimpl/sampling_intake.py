@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import msgspec
@@ -18,10 +19,11 @@ class SamplingIntake:
     """Turns the parameters of one request after the other into numbers."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelConfig, max_logprobs: int) -> None:
-        self._tokenizer = tokenizer
         self._vocab_size = model.vocab_size
         self._eos_token_ids = model.eos_token_ids
         self._max_logprobs = max_logprobs
+        # The same words come with request after request.
+        self._ways_to_write = functools.lru_cache(maxsize=4096)(lambda text: ways_to_write(text, tokenizer))
 
     def numbers(self, params: SamplingParams) -> SamplingNumbers:
         """The numbers of a request.
@@ -58,7 +60,7 @@ class SamplingIntake:
                 )
 
     def _bad_word_ids(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        ways = (way for text in texts for way in ways_to_write(text, self._tokenizer))
+        ways = (way for text in texts for way in self._ways_to_write(text))
         return tuple(dict.fromkeys(way for way in ways if max(way) < self._vocab_size))
 
     def _ending_ids(self, params: SamplingParams) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class SamplingNumbers(msgspec.Struct, frozen=True, gc=False, array_like=True):
     return_logits: tuple[int, ...] = ()
     return_hidden_states: tuple[int, ...] = ()
     hooked: bool = False
-    """The request has a logits hook. The hook itself cannot travel: see :class:`refimpl.sampling.hooks.LogitsHooks`."""
+    """The request has a logits hook. The hook itself cannot travel: see :class:`refimpl.sampling_params.LogitsHooks`."""
 
     @property
     def penalised(self) -> bool:

@@ -28,7 +28,11 @@ _INT64 = 2**63
 
 @runtime_checkable
 class LogitsHook(Protocol):
-    """A researcher's own change to the logits of a row, before temperature and filters (and after penalties and biases)."""
+    """A researcher's own change to the logits of a row, before temperature and filters (and after penalties and biases).
+
+    It is called within the step, for one row after the other. One that raises, or returns another shape, another dtype,
+    NaN or +inf, ends its request with reason "error" and the rest goes on.
+    """
 
     def __call__(self, token_ids: Any, logits: Any) -> Any:
         """The changed logits ``[V]`` (float32, a new tensor or the given one) for the token after ``token_ids`` ``[L]``."""
@@ -49,6 +53,11 @@ class _NamesItsFields(type(msgspec.Struct)):  # type: ignore[misc]
                 hint = f"did you mean {' or '.join(near)}?" if near else f"the parameters are {', '.join(known)}"
                 raise SamplingParamsError(f"unknown sampling parameter {name!r}; {hint}")
         return super().__call__(**kwargs)
+
+
+LogitsHooks = dict[int, LogitsHook]
+"""The hooks of requests by sequence id. A hook is an object, so it never travels in a step's plan: the engine gives this
+registry to an executor of the same process, which looks a sequence up when it is admitted."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesItsFields):

@@ -133,6 +133,7 @@ class StepLoop:
                 sequence.stop_reason = f"the step failed: {error!r}"
             self.scheduler.abort(request, "error")
             ended += alive
+        self.scheduler.drop_all_swapped()
         self.scheduler.kv.reset_prefix_cache()
         self._news += ended
         return ended

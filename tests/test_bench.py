@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.bench import batching, claims, memory, report, scheduler, sharing
+from refimpl.bench import batching, claims, latency, memory, overhead, peer_vllm, report, scheduler, sharing, throughput
 from refimpl.bench.flops import flop_counter
+from refimpl.bench.peers import OtherEnvironment
 from refimpl.bench.recompute import run
 from refimpl.bench.result import check
+from refimpl.bench.sides import Run, mixed, ratio
 from refimpl.errors import ConfigError, RefimplError
 
 ROOT = Path(__file__).parent.parent
@@ -95,8 +97,16 @@ def test_a_check_says_its_bound():
 
 @pytest.mark.parametrize("text", ["<!-- bench:nothing -->\n<!-- /bench -->"])
 def test_an_unknown_topic_is_an_error(text):
-    with pytest.raises(Exception, match="no result file or no table"):
+    with pytest.raises(RefimplError, match="no table for the topic 'nothing'; there are recompute"):
         report.render(text)
+
+
+def test_a_table_without_results_says_how_to_make_them(monkeypatch):
+    monkeypatch.setattr(report, "newest_results", dict)
+    rendered = report.render("<!-- bench:latency -->\nold\n<!-- /bench -->")
+    assert rendered == (
+        "<!-- bench:latency -->\nNot measured yet: `refimpl bench latency --save refimpl/bench/results`.\n<!-- /bench -->"
+    )
 
 
 def test_the_scheduler_benchmark_measures_full_batches_without_a_model():
@@ -155,3 +165,118 @@ def test_the_batching_benchmark_counts_steps_below_its_ceiling(monkeypatch):
 def test_a_mix_that_cannot_be_is_refused(options):
     with pytest.raises(ConfigError, match="they must be"):
         batching.run(DEFAULTS, **options)
+
+
+def test_throughput_beside_transformers_draws_the_same_tokens():
+    result = throughput.run({"model": "tiny"}, repeats=1, dtypes=("float64", "bfloat16"), scale=0.05)
+    names = {check.name for check in result.checks}
+    assert {"decode_b1", "decode_b8", "mixed_32", "decode_b1_float64", "decode_b8_float64", "mixed_32_float64"} <= names
+    for name in ("decode_b1_float64", "decode_b8_float64", "mixed_32_float64"):
+        figures = result.results[name]
+        assert figures["same_answers"]["transformers"] == {"decode_b1": 1, "decode_b8": 8, "mixed_32": 32}[name[:-8]]
+        assert figures["largest_gap"] == figures["tokens_missing"] == 0
+        settings = figures["settings"]["transformers"]
+        assert len(settings["seconds_of_each_tried"]) == 3
+        tried = settings["seconds_of_each_tried"]
+        assert f"{settings['attn_implementation']}, {settings['cache_implementation']}" == min(tried, key=tried.get)
+        one_pair = figures["tokens_per_second"]["refimpl"]["median"] / figures["tokens_per_second"]["transformers"]["median"]
+        assert figures["ratios"]["transformers"] == pytest.approx(one_pair)
+    assert "transformers, sorted by output length" in result.results["mixed_32"]["ratios"]
+    assert report.TABLES["throughput"](json.loads(json.dumps(as_kept(result)))).count("| mixed_32 |") == 3
+
+
+def as_kept(result):
+    return {"setting": result.setting, "results": result.results}
+
+
+def test_latency_of_a_prompt_in_one_chunk():
+    result = latency.run({"model": "tiny"}, repeats=1, dtypes=("float32", "bfloat16"), prompts=(5, 1000))
+    assert [check.name for check in result.checks] == ["ttft_1000_float32", "ttft_1000"]
+    figures = result.results["ttft_1000"]
+    assert figures["settings"]["refimpl"]["max_num_batched_tokens"] >= 1000
+    assert figures["ratios"]["transformers"] > 0
+    assert "| ttft_5 |" in report.TABLES["latency"](as_kept(result))
+
+
+def test_overhead_takes_the_forward_pass_from_the_step():
+    result = overhead.run({"model": "tiny", "dtype": "float32"}, sequences=4, many=8, steps=3)
+    assert [check.name for check in result.checks] == ["engine_share_4", "engine_share_4_sampled", "host_ms_8"]
+    for kind in ("greedy", "sampled"):
+        assert 0 < result.results[kind]["engine_share"] < 1
+        assert 0 < result.results[kind]["forward_ms"] < result.results[kind]["ms_per_step"]
+    assert 0 < result.results["host_ms"]["min"] <= result.results["host_ms"]["median"]
+    assert "8 sequences, without model" in report.TABLES["overhead"](as_kept(result))
+
+
+def test_rates_are_tokens_over_seconds():
+    run = Run(first_tokens=1.0, total=3.0, token_ids=[[1, 2, 3], [4, 5, 6]])
+    assert (run.rate, run.decode_rate) == (2.0, 2.0)
+    assert ratio([2.0, 30.0, 4.0], [1.0, 1.0, 4.0]) == 2.0
+
+
+def test_the_mix_is_fixed_and_spread_over_its_lengths():
+    requests = mixed(32, 16, 256, vocab_size=49_152)
+    assert requests == mixed(32, 16, 256, vocab_size=49_152)
+    for lengths in ([len(prompt) for prompt, _ in requests], [output for _, output in requests]):
+        assert (min(lengths), max(lengths)) == (16, 256)
+        assert lengths != sorted(lengths)
+    assert len({tuple(prompt[:4]) for prompt, _ in requests}) == 32
+
+
+FAKE_VLLM = """
+import itertools, json
+__version__ = "fake"
+class SamplingParams:
+    def __init__(self, **given): self.__dict__.update(given)
+class Output:
+    def __init__(self, request_id, ids):
+        self.request_id, self.outputs = request_id, [type("Sample", (), {"token_ids": ids})]
+class LLM:
+    def __init__(self, **given):
+        print("a banner of its own")
+        self.llm_engine, self.running = self, {}
+    def add_request(self, request_id, prompt, params):
+        self.running[request_id + "-0a1b"] = (prompt["prompt_token_ids"], params.max_tokens, [])
+    def has_unfinished_requests(self): return bool(self.running)
+    def step(self):
+        for request_id, (prompt, most, ids) in list(self.running.items()):
+            ids.append(prompt[0])
+            if len(ids) == most: del self.running[request_id]
+            yield Output(request_id, ids)
+"""
+
+
+def test_an_engine_of_another_environment_is_asked_over_pipes(tmp_path):
+    import os
+    import sys
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    from refimpl.loading.folder import FolderCheckpoint
+
+    other = OtherEnvironment(python, FolderCheckpoint(folder), "float32", 4, 64, threads=1)
+    assert other.settings["version"] == "fake"
+    for _ in range(2):
+        answer = other.run([([7, 8], 3), ([9], 2)])
+        assert answer.token_ids == [[7, 7, 7], [9, 9]]
+        assert 0 <= answer.first_tokens <= answer.total
+    other.close()
+    (tmp_path / "vllm.py").write_text("raise ImportError('no libomp')")
+    with pytest.raises(RefimplError, match=r"ended with code 1(.|\n)*no libomp"):
+        OtherEnvironment(python, FolderCheckpoint(folder), "float32", 4, 64, threads=1)
+    with pytest.raises(RefimplError, match="cannot be run"):
+        OtherEnvironment(tmp_path / "nothing", FolderCheckpoint(folder), "float32", 4, 64, threads=1)
+    with pytest.raises(ConfigError, match="needs a model in a folder; tiny is none"):
+        latency.run({"model": "tiny"}, repeats=1, dtypes=("float32",), compare_python=python, prompts=(3,))
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in peer_vllm.ENVIRONMENT
+    assert os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") is None
+
+
+@pytest.mark.parametrize("arguments", [{"repeats": 0}, {"dtypes": ("int8",)}, {"scale": 0}])
+def test_a_comparison_that_cannot_be_made_is_refused(arguments):
+    with pytest.raises(ConfigError, match=r"they must be 1 or more, over 0 to 1, and of float64"):
+        throughput.run({"model": "tiny"}, **arguments)

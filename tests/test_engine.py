@@ -441,7 +441,7 @@ def test_forks_of_a_sampled_request_go_their_own_ways_and_say_so():
     left, right = finished["left"].outputs[0].token_ids, finished["right"].outputs[0].token_ids
     continued = finished["tree"].outputs[0].token_ids[len(finished["left"].prompt_token_ids) - 5 :]
     assert len({tuple(left[:10]), tuple(right[:10]), tuple(continued[:10])}) == 3
-    assert "shares all 1 block(s) of tree" in engine.explain("left")
+    assert "shares 1 block with tree" in engine.explain("left")
     assert engine._book._finished["left"].cache_salt == "s"
     assert [record.forks for record in engine.events.records if record.forks] == [((0, 1), (0, 2))]
     engine.close()
@@ -484,3 +484,53 @@ def test_the_prefix_cache_is_counted_reset_and_off_without_a_cache():
             drain(engine)
         assert engine.prefix_cache_stats.hits == 0
         engine.close()
+
+
+def test_what_blocks_hold_can_be_read_and_is_a_copy():
+    engine = make(block_size=4)
+    engine.add_request("a", list(range(5, 15)), SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    table = engine.scheduler.kv.table(next(iter(engine.scheduler.running)).sequence_id)
+    read = engine.read_blocks(1, table)
+    inside = engine._executor.runner.kv_cache.layers[1]
+    assert read.k.shape == read.v.shape == (3, 4, 2, 16)
+    assert torch.equal(read.k[:2], inside.k[list(table[:2])])
+    assert torch.equal(read.v[:2], inside.v[list(table[:2])])
+    assert not torch.equal(read.k[0], read.k[1])
+    whole = engine.read_blocks(1, range(65)).k.flatten(0, 1)
+    assert torch.equal(whole[4 * table[1] + 3], read.k[1, 3])
+    read.k.zero_()
+    assert inside.k[table[0]].abs().sum() > 0
+    for layer, block_ids, says in [
+        (2, [1], "layer 2 does not exist; the model has layers 0 to 1"),
+        (-1, [1], "layer -1 does not exist"),
+        (0, [1, 65], "block 65 does not exist; the cache has blocks 1 to 64"),
+        (0, [-1], "block -1 does not exist"),
+    ]:
+        with pytest.raises(RefimplError, match=says):
+            engine.read_blocks(layer, block_ids)
+    drain(engine)
+    engine.close()
+    assert read.v.abs().sum() > 0
+    with pytest.raises(RefimplError, match="closed"):
+        engine.read_blocks(0, [1])
+
+
+def test_with_overlap_blocks_are_read_after_the_steps_in_flight():
+    engine, plain = make(async_scheduling=True, dtype="float64"), make(async_scheduling=False, dtype="float64")
+    for one in (engine, plain):
+        one.add_request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        for _ in range(5):
+            one.step()
+    assert torch.allclose(engine.read_blocks(0, [1]).k[0, :7], plain.read_blocks(0, [1]).k[0, :7])
+    assert drain(engine)["a"].outputs[0].token_ids == drain(plain)["a"].outputs[0].token_ids
+    engine.close()
+    plain.close()
+
+
+def test_an_engine_without_a_model_has_no_keys_to_read():
+    from refimpl.executor.executor import kv_cache_of
+    from refimpl.executor.model_free import ModelFreeExecutor
+
+    with pytest.raises(RefimplError, match="ModelFreeExecutor computes no keys and values"):
+        kv_cache_of(ModelFreeExecutor(8))

@@ -12,6 +12,7 @@ import pytest
 from refimpl import Engine, EngineArgs, EventLog, SamplingParams
 from refimpl.errors import RefimplError
 from refimpl.events import DECISION_TEXTS, SCHEMA_VERSION, LogHeader, StepRecord, describe
+from refimpl.outputs import Decision
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["depth 0", "depth 1"])
 
@@ -440,3 +441,22 @@ def test_records_are_frozen(log):
     with pytest.raises(AttributeError):
         log.records[0].step = 5
     assert msgspec.structs.replace(log.records[0], step=5).step == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "says"),
+    [
+        ("waits_blocks", {"needed": 1, "free": 0}, "waits: needs 1 block, 0 free"),
+        ("waits_blocks", {"needed": 11, "free": 1}, "waits: needs 11 blocks, 1 free"),
+        (
+            "admitted",
+            {"slot": 0, "new": 1, "total": 2, "blocks": 1},
+            "to slot 0: 1 of its 2 tokens in this step, 1 new block",
+        ),
+        ("resumed", {"slot": 0, "new": 9, "total": 9, "blocks": 0}, "9 of 9 tokens in this step, 0 new blocks"),
+        ("waits_batch", {"running": 1}, "runs to its end, 1 sequence still"),
+        ("left_batch", {"tokens": 21}, "21 tokens were computed after its end"),
+    ],
+)
+def test_a_sentence_counts_in_words_that_fit_the_number(kind, numbers, says):
+    assert says in describe(Decision(0, 0.0, 0, kind, numbers))

@@ -12,7 +12,8 @@ import pytest
 from refimpl import LLM, Engine, EngineArgs, SamplingParams
 from refimpl.cache.chained_hash import ChainedHash
 from refimpl.errors import ConfigError
-from refimpl.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from refimpl.outputs import CompletionOutput, RequestOutput
+from refimpl.request_metrics import RequestMetrics
 from refimpl.scheduler.policies import FairShareByUser
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)

@@ -14,6 +14,7 @@ from refimpl import Engine, EngineArgs, SamplingParams
 LENGTHS = [1, 16, 17, 40, 3]
 PROMPTS = [[random.Random(i).randrange(256) for _ in range(length)] for i, length in enumerate(LENGTHS)]
 MAX_TOKENS = 8
+SWAP = {"swap_space": 0.001, "preemption_mode": "swap"}
 
 
 def params_of(number, n=1):
@@ -27,7 +28,7 @@ def run(order=None, preempt=(), n=1, **options):
     args = {"max_num_seqs": 16, "max_model_len": 56, "num_gpu_blocks_override": 400} | options
     engine = Engine(EngineArgs(model="tiny", dtype="float64", **args))
     for step, request_id in preempt:
-        engine.scheduler.preempt_at(step, request_id)
+        engine.scheduler.preempt_at(step, request_id, options.get("preemption_mode", "recompute"))
     for number in order or range(len(PROMPTS)):
         engine.add_request(str(number), PROMPTS[number], params_of(number, n))
     tokens, preemptions = {}, 0
@@ -39,6 +40,7 @@ def run(order=None, preempt=(), n=1, **options):
                 preemptions += output.metrics.num_preemptions
         assert engine.audit() == []
     assert engine.scheduler.kv.num_free_blocks == engine.scheduler.kv.num_blocks
+    assert engine.scheduler.kv.swap.num_free == engine.scheduler.kv.swap.num_blocks
     engine.close()
     return [tokens[number] for number in sorted(tokens)], preemptions
 
@@ -77,12 +79,13 @@ def test_the_order_of_arrival_changes_nothing(expected, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_preemption_at_any_step_changes_nothing(expected, overlap):
+@pytest.mark.parametrize("mode", [{}, SWAP], ids=["recompute", "swap"])
+def test_a_preemption_at_any_step_changes_nothing(expected, mode, overlap):
     """Each request is preempted at each step in turn; a budget of 16 makes some of these steps chunks of a prompt."""
     cases, preempted = 0, 0
     for number, step in itertools.product([0, 2, 3], range(16)):
         tokens, preemptions = run(
-            preempt=[(step, str(number))], max_num_batched_tokens=16, block_size=8, async_scheduling=overlap
+            preempt=[(step, str(number))], max_num_batched_tokens=16, block_size=8, async_scheduling=overlap, **mode
         )
         assert_same_tokens(tokens, expected, (number, step))
         cases, preempted = cases + 1, preempted + preemptions
@@ -91,8 +94,10 @@ def test_a_preemption_at_any_step_changes_nothing(expected, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_blocks", [24, 26, 28, 40, 44, 200])
-def test_a_pool_that_runs_out_changes_nothing(expected, num_blocks, overlap):
-    tokens, preemptions = run(num_gpu_blocks_override=num_blocks, block_size=2, max_model_len=48, async_scheduling=overlap)
+@pytest.mark.parametrize("mode", [{}, SWAP], ids=["recompute", "swap"])
+def test_a_pool_that_runs_out_changes_nothing(expected, mode, num_blocks, overlap):
+    options = {"num_gpu_blocks_override": num_blocks, "block_size": 2, "max_model_len": 48, **mode}
+    tokens, preemptions = run(async_scheduling=overlap, **options)
     assert_same_tokens(tokens, expected)
     assert (preemptions > 0) == (num_blocks < 200)
 

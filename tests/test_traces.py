@@ -153,6 +153,11 @@ def test_a_last_line_without_its_end_and_columns_in_another_order_are_read(tmp_p
     assert read_trace(written(tmp_path, text)) == [TraceRequest(0.0, 374, 44), TraceRequest(1.5, 30, 9)]
 
 
+def test_times_may_be_seconds(tmp_path):
+    text = HEADER + "0,374,44\r\n0.25,396,109\r\n3,5,6\r\n"
+    assert [request.arrival for request in read_trace(written(tmp_path, text))] == [0.0, 0.25, 3.0]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -163,6 +168,9 @@ def test_a_last_line_without_its_end_and_columns_in_another_order_are_read(tmp_p
         ("2023-11-16 18:16:00.0000000,12", "GeneratedTokens is ''; it must be a whole number"),
         ("yesterday,12,9", "TIMESTAMP is 'yesterday'; it must be a time like 2023-11-16 18:15:46.6805900"),
         ("2023-11-16 18:16:00+00:00,12,9", "with a zone in all lines or none"),
+        ("-3,12,9", "or seconds >= 0"),
+        ("nan,12,9", "or seconds >= 0"),
+        ("1e400,12,9", "or seconds >= 0"),
         ("2023-11-16 18:15:50.0000000,12,9", "is before 2023-11-16 18:15:50.995169 above it; times must not go back"),
     ],
 )

@@ -162,7 +162,8 @@ def _row(timeline: Timeline, row: Row, first: int, last: int) -> dict[str, Any]:
     waited, tokens = row.sums(len(timeline))
     begins = row.first_sample or row.forked is None
     latency = None if row.first_token_at is None or not begins else row.first_token_at - row.arrived_at
-    start = max(0, bisect_left(row.decisions, (first,)) - 1)
+    oldest = bisect_left(row.decisions, (timeline.columns.first,))
+    start = max(oldest, bisect_left(row.decisions, (first,)) - 1)
     end = bisect_left(row.decisions, (last,))
     return {
         "letter": row.letter,
@@ -187,8 +188,8 @@ def _between(columns: Iterable[int], first: int, last: int) -> list[int]:
 
 def _hold(timeline: Timeline, hold: Hold) -> list[Any]:
     """[first column, column after the last one, letter, sentence, the step that told it, whether it is for memory]."""
-    told, letter = timeline.columns[hold.told].step, timeline.rows[hold.row].letter
-    return [hold.since, hold.until, letter, hold.text, told, cause_of(hold.kind) == MEMORY]
+    letter = timeline.rows[hold.row].letter
+    return [hold.since, hold.until, letter, hold.text, hold.told, cause_of(hold.kind) == MEMORY]
 
 
 def _tip(timeline: Timeline, shown: list[Row], position: int, first: int) -> dict[str, Any] | None:
@@ -200,7 +201,7 @@ def _tip(timeline: Timeline, shown: list[Row], position: int, first: int) -> dic
     row = next((index for index, row in enumerate(shown) if row.index == hold.row), None)
     if row is None or column < first:
         return None
-    return {"row": row, "column": column, "text": hold.text, "told": timeline.columns[hold.told].step}
+    return {"row": row, "column": column, "text": hold.text, "told": hold.told}
 
 
 def _overview(timeline: Timeline) -> dict[str, Any]:

@@ -224,8 +224,9 @@ def _several(state: State, copies: list[tuple[int, BlockCopy]]) -> str:
 def _tables_now(state: State) -> Picture:
     """Up to four tables as they are: those whose last block is shared first, then those that share others."""
     holders = [sequence for sequence in state.alive() if sequence.table]
-    by_sharing = sorted(holders, key=lambda s: (state.num_owners(s.table[-1]) < 2, state.num_owners(s.table[0]) < 2))
-    shown = by_sharing[:MAX_TABLES]
+    if state.blocks.shared:
+        holders.sort(key=lambda s: (state.num_owners(s.table[-1]) < 2, state.num_owners(s.table[0]) < 2))
+    shown = holders[:MAX_TABLES]
     picture: Picture = {"kind": "tables", "panels": [], "tokens": [], "next": []}
     if not shown:
         nothing = "No requests yet." if state.record is None else f"No sequence holds a block at step {state.record.step}."

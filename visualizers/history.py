@@ -49,10 +49,12 @@ class History:
         keyframe, rest = divmod(len(self.records), KEYFRAME_EVERY)
         if rest == 0:
             self._keyframes[keyframe] = self.last.keep()
-            self._forget((len(self.records) - self._limit) // KEYFRAME_EVERY)
+        self._forget((len(self.records) - self._limit) // KEYFRAME_EVERY)
 
     def _forget(self, keyframe: int) -> None:
         """Let go of all before a keyframe."""
+        if keyframe * KEYFRAME_EVERY <= self.first:
+            return
         self.records.forget(keyframe * KEYFRAME_EVERY)
         for old in [number for number in self._keyframes if number < keyframe]:
             del self._keyframes[old]

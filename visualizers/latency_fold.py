@@ -75,8 +75,9 @@ class Column:
     """Seconds in order of the log, and the distribution of any prefix of them."""
 
     def __init__(self) -> None:
-        self.low, self.high = float("inf"), 0.0
-        """Of all that are above 0."""
+        self._low, self._high = float("inf"), 0.0
+        self._new: list[float] = []
+        """Not sorted into bins yet: that is done for many at a time."""
         self._seconds = np.empty(1024)
         self._bins = np.empty(1024, dtype=np.intp)
         self._size = 0
@@ -84,19 +85,36 @@ class Column:
         """How many are forgotten."""
 
     def __len__(self) -> int:
-        return self._first + self._size
+        return self._first + self._size + len(self._new)
+
+    @property
+    def low(self) -> float:
+        """The lowest of all there ever were; infinite where there were none."""
+        self._take_in()
+        return self._low
+
+    @property
+    def high(self) -> float:
+        """The highest of all there ever were."""
+        self._take_in()
+        return self._high
 
     def forget(self, first: int) -> None:
         """Let go of all before the ``first``-th."""
+        self._take_in()
         gone = first - self._first
         self._seconds, self._bins = self._seconds[gone:].copy(), self._bins[gone:].copy()
         self._first, self._size = first, self._size - gone
 
     def extend(self, values: list[float]) -> None:
         """Append some."""
-        if not values:
+        self._new += values
+
+    def _take_in(self) -> None:
+        if not self._new:
             return
-        new = np.maximum(np.asarray(values), SHORTEST)
+        new = np.maximum(np.asarray(self._new), SHORTEST)
+        self._new.clear()
         end = self._size + len(new)
         if end > len(self._seconds):
             self._seconds = np.resize(self._seconds, 2 * end)
@@ -105,13 +123,14 @@ class Column:
         fine = (np.log10(new) - np.log10(SHORTEST)) * (BARS_PER_DECADE * _SLICES)
         self._bins[self._size : end] = np.clip(fine.astype(np.intp), 0, _NUM_BARS * _SLICES - 1)
         self._size = end
-        self.low, self.high = min(self.low, float(new.min())), max(self.high, float(new.max()))
+        self._low, self._high = min(self._low, float(new.min())), max(self._high, float(new.max()))
 
     def distribution(self, size: int) -> dict[str, Any]:
         """Of the first ``size`` ones, less those forgotten: how many, exact quantiles, and bars.
 
         ``bars`` counts them from bar ``first_bar`` on; bar b begins at ``SHORTEST * 10 ** (b / BARS_PER_DECADE)`` seconds.
         """
+        self._take_in()
         size -= self._first
         if size <= 0:
             return {"count": 0, "p50": None, "p99": None, "first_bar": 0, "bars": []}
@@ -179,14 +198,17 @@ class LatencyFold:
 
     def _begin_with(self, state: CountingState) -> None:
         """Requests that are alive before the first record."""
+        requests: dict[int, RequestLatency] = {}
         for known in state.alive():
             letter = known.letter.partition("·")[0]
-            request = RequestLatency(known.request_id, letter, known.num_prompt_tokens, known.arrived_at, hue=known.hue)
+            new = RequestLatency(known.request_id, letter, known.num_prompt_tokens, known.arrived_at, hue=known.hue)
+            request = requests.setdefault(known.family, new)
             if known.slot is not None or known.num_output_tokens:
                 request.admitted_at = known.arrived_at
             if known.num_output_tokens:
                 request.first_position = len(self.num_first) - 1
-            self._remember(known.sequence_id, request)
+        for known in state.alive():
+            self._remember(known.sequence_id, requests[known.family])
 
     def _remember(self, sequence_id: int, request: RequestLatency) -> None:
         self._request_of[sequence_id] = request

@@ -21,9 +21,9 @@ from refimpl.visualizers.history import History
 log = logging.getLogger(__name__)
 
 SHARE = 0.03
-"""Of the wall time, for drawing."""
-MOST_FRAMES = 20
-"""A second."""
+"""Of the wall time, for drawing: where a frame is dear, fewer are drawn."""
+MOST_FRAMES, FEWEST_FRAMES = 20, 5
+"""A second. Fewer would look as if the engine stood; a frame that is so dear takes more than the share."""
 TRIES = 3
 SPEEDS = (2, 8, 20, 60)
 """Steps a second when a log is played."""
@@ -199,15 +199,14 @@ class Player:
                     log.warning("the log cannot be followed further", exc_info=True)
                     self._thread = None
                     return
-            started = time.perf_counter()
+            started = time.thread_time()
             for listener in listeners:
                 try:
                     listener()
                 except Exception:
                     log.warning("a widget could not be drawn and is let go: %r", listener, exc_info=True)
                     self._drop(listener)
-            used = time.perf_counter() - started
-            self._urgent.wait(max(1 / MOST_FRAMES, used / SHARE) - used)
+            self._urgent.wait(pause_after(time.thread_time() - started))
 
     def _advance(self) -> None:
         """While playing: as many steps as the time since the last frame asks for."""
@@ -221,6 +220,11 @@ class Player:
             self.position = min(self.position + due, len(self.history) - 1)
             if self.position == len(self.history) - 1:
                 self.playing, self.live = False, self.engine is None
+
+
+def pause_after(used: float) -> float:
+    """Seconds to wait after a frame that took ``used`` seconds of the processor; waiting for the engine costs it nothing."""
+    return min(1 / FEWEST_FRAMES, max(1 / MOST_FRAMES, used / SHARE)) - min(used, 1 / MOST_FRAMES)
 
 
 def _newer(log_: EventLog, step: int) -> list[StepRecord]:

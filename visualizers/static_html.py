@@ -20,6 +20,8 @@ def figures(shown: Sequence[Figure], history: History, position: int) -> str:
     """The pictures of some figures at one position."""
     record = history.records[position] if history.first <= position < len(history) else None
     where = f"Step {record.step} of {history.records[-1].step}." if record else "No step yet."
+    if history.first:
+        where += f" The first {history.first:,} records are not kept any more."
     reasons = " ".join(f"<b>{escape(who)}</b> {escape(what)}" for who, what in why(history, position))
     parts = [f"<p style='margin:0 0 8px'><b>{where}</b> Why? {reasons}</p>"]
     for figure in shown:

@@ -100,6 +100,8 @@ def _header(history: History, state: State, width: int) -> str:
         f"{used:,} of {state.num_blocks:,} blocks used, {counts['cached']:,} cached, {counts['free']:,} free · "
         f"{running:,} running, {waiting:,} waiting"
     )
+    if history.first:
+        long += f" · the first {history.first:,} are not kept"
     if state.truncated:
         long += " · what ran before this log began is not known"
     short = f"step {record.step:,} · {used:,}/{state.num_blocks:,} blocks · {running:,} running, {waiting:,} waiting"

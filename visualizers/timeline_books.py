@@ -195,7 +195,7 @@ class Hold:
     since: int
     """The first column that it holds for."""
     told: int
-    """The column whose record tells it."""
+    """The step whose record tells it."""
     kind: str
     text: str
     until: int | None = None
@@ -214,11 +214,11 @@ class Holds:
         """The one that began last."""
         return self.all[-1] if self.all else None
 
-    def begin(self, row: int, column: int, kind: str, text: str) -> None:
+    def begin(self, row: int, column: int, step: int, kind: str, text: str) -> None:
         """A reason is told."""
         if self.last is not None and self.last.until is None:
             self.last.until = column
-        self._add(Hold(row, column, column, kind, text))
+        self._add(Hold(row, column, step, kind, text))
 
     def left(self, row: int, column: int) -> None:
         """A row leaves the queue."""

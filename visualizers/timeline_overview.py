@@ -31,6 +31,8 @@ class Overview:
         self._cells: list[bytearray] = []
         self._counts: list[list[int]] = []
         """By line and state, the rows that are in it now."""
+        self._states: list[int] = []
+        """By line, a bit for each state that a row is in."""
         self._touched: list[tuple[int, int]] = []
         """(row, state): what happened since the last column was closed."""
 
@@ -42,8 +44,14 @@ class Overview:
         while line >= len(self._cells):
             self._cells.append(bytearray([_ZERO] * self._num_bins))
             self._counts.append([0] * self._num_states)
-        self._counts[line][old] -= 1
-        self._counts[line][new] += 1
+            self._states.append(0)
+        counts = self._counts[line]
+        counts[old] -= 1
+        counts[new] += 1
+        if counts[old] <= 0:
+            self._states[line] &= ~(1 << old)
+        if counts[new] > 0:
+            self._states[line] |= 1 << new
         self._touched.append((row, new))
 
     def mark(self, row: int, state: int) -> None:
@@ -56,8 +64,8 @@ class Overview:
             self._halve_bins()
         if column // self.steps_per_bin >= self._num_bins:
             self._num_bins += 1
-            for cells, counts in zip(self._cells, self._counts, strict=True):
-                cells.append(_ZERO + max((state for state, count in enumerate(counts) if count > 0), default=0))
+            for cells, states in zip(self._cells, self._states, strict=True):
+                cells.append(_ZERO + max(0, states.bit_length() - 1))
         for row, state in self._touched:
             cells = self._cells[row // self.rows_per_line]
             cells[-1] = max(cells[-1], _ZERO + state)
@@ -80,6 +88,7 @@ class Overview:
         pairs = range(0, len(self._cells), 2)
         self._cells = [bytearray(map(max, zip(*self._cells[i : i + 2], strict=True))) for i in pairs]
         self._counts = [list(map(sum, zip(*self._counts[i : i + 2], strict=True))) for i in pairs]
+        self._states = [sum(1 << state for state, count in enumerate(counts) if count > 0) for counts in self._counts]
 
 
 def _in_twos(cells: bytearray) -> bytearray:

@@ -88,17 +88,14 @@ class Timeline:
         self._holding: dict[int, Row] = {}
         """Rows that hold a slot, by index."""
         self._queue: dict[int, Row] = {}
-        self._counts = [0] * len(STATES)
-        """Rows in each state."""
+        self._counts = [0] * len(STATES)  # rows in each state
         self._followers: dict[str, list[Row]] = {}
         """By request, samples that wait for their prompt."""
-        self._late: list[Row] = []
-        """Rows of sequences that have ended and hold no slot."""
+        self._late: list[Row] = []  # of sequences that have ended, without a slot
         self._untold: dict[int, list[Decision]] = {}
         """Decisions about sequences whose arrival a later record tells."""
         self._num_requests = self._num_preemptions = 0
-        self._last_preemption = -(10**9)
-        """Its column."""
+        self._last_preemption = -(10**9)  # its column
         self._waits = Waits()
         self._steady: tuple[Any, ...] | None = None
         """The last record's batch, if another of the same rows would do the same."""
@@ -112,13 +109,17 @@ class Timeline:
     def _begin_with(self, state: CountingState) -> None:
         """Rows of all that are alive before the first column: what each did is known from there on."""
         self._num_requests = len({sequence.request_id for sequence in state.alive()})
+        phases = {"waiting": WAITING, "preempted": QUEUED, "padding": PADDING}
+        begun = {known.family for known in state.alive() if known.num_output_tokens}
         for known in state.alive():
-            row = self._add(known.sequence_id, known.request_id, known.letter, known.name, known.arrived_at, True)
-            row.hue = known.hue
+            first = known.family == known.sequence_id
+            row = self._add(known.sequence_id, known.request_id, known.letter, known.name, known.arrived_at, first)
+            row.hue, follows = known.hue, self._can_follow and not first and known.family not in begun
             if known.slot is not None:
                 self._holding[row.index] = row
-            phases = {"waiting": WAITING, "preempted": QUEUED, "padding": PADDING}
-            self._set(row, len(self), phases.get(known.phase, IDLE))
+            if follows:
+                self._followers.setdefault(known.request_id, []).append(row)
+            self._set(row, len(self), FOLLOWS if follows and known.slot is None else phases.get(known.phase, IDLE))
         self.presence = Presence(len(self), self._present())
 
     def around(self, column: int) -> list[int]:
@@ -164,7 +165,7 @@ class Timeline:
         if not self._goes_on(record):
             self._compute(record)
         for decision in record.decisions:
-            self._note(decision)
+            self._note(decision, record.step)
         self.overview.close(column)
         self._count(record)
         for row in self._late:
@@ -289,7 +290,7 @@ class Timeline:
 
     # ------------------------------------------------------------------ reasons and counts
 
-    def _note(self, decision: Decision) -> None:
+    def _note(self, decision: Decision, step: int) -> None:
         row = self.row_of.get(decision.sequence_id)
         if row is None:
             self._untold.setdefault(decision.sequence_id, []).append(decision)
@@ -301,7 +302,7 @@ class Timeline:
         if cause_of(decision.kind) is not None and not row.pauses:
             if row.state == FOLLOWS:
                 self._set(row, len(self), WAITING)
-            self.holds.begin(row.index, len(self), decision.kind, text)
+            self.holds.begin(row.index, len(self), step, decision.kind, text)
 
     def _set(self, row: Row, column: int, state: int, drawn: int = 0, num_new: int = 0) -> None:
         """All changes of rows go through here: the queue, the counts and the overview follow."""

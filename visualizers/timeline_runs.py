@@ -78,6 +78,8 @@ class Row:
 
     def at(self, column: int) -> Kind:
         """What it is in a column."""
+        if self.starts and column >= self.starts[-1]:
+            return self.kinds[-1]
         index = bisect_right(self.starts, column) - 1
         return self.kinds[index] if index >= 0 else _NOTHING
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ from refimpl.visualizers.player import Player
 from refimpl.visualizers.source import player_for
 
 log = logging.getLogger(__name__)
+
+UNHEARD = 0.5
+"""Seconds between frames for a page that has not said that it is there.
+
+VS Code and Colab hand a page's messages to the kernel when the cell has run. What is shown while it runs must come unasked,
+and whole, since nobody knows from when on it is seen.
+"""
 
 
 class View(anywidget.AnyWidget):
@@ -56,6 +64,7 @@ class View(anywidget.AnyWidget):
         self._sender = Sender(self.figures)
         self._sending = threading.Lock()
         self._wanted_whole = True
+        self._displayed, self._sent_unheard = False, 0.0
         super().__init__(
             shown=[[figure.name, figure.title, figure.question] for figure in self.figures],
             heading=heading(self.player.history.config),
@@ -69,9 +78,12 @@ class View(anywidget.AnyWidget):
     # ------------------------------------------------------------------ to the browser
 
     def _draw(self) -> None:
-        """Send a frame, if a browser said that it is there."""
+        """Send what changed, if a browser said that it is there; all of it, now and then, if one may be there."""
         if not self._wanted_whole:
             self._send_frame(whole=False)
+        elif self._displayed and time.monotonic() - self._sent_unheard >= UNHEARD:
+            self._sent_unheard = time.monotonic()
+            self._send_frame(whole=True)
 
     def _send_frame(self, whole: bool) -> None:
         with self._sending:  # differences must arrive in the order in which they were taken
@@ -162,6 +174,7 @@ class View(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The live widget where there is one, and a picture beside it for where there is none."""
+        self._displayed = True
         bundle = super()._repr_mimebundle_(**options)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         if data is not None:

@@ -9,6 +9,8 @@ values are never repeated::
     query  [T, Hq, D]  ─ rows of the group ─►  [tiles, Hkv, n·G, D]
     cache  [blocks, B, Hkv, D]  ─ tables ───►  [tiles, Hkv, L,   D]   ─ softmax(q kᵀ) v ─►  [T, Hq, D]
 
+What needs no mask gets none: decodes whose contexts are equally long, and, on a CPU, a prompt that is computed from its
+first token on. That is one tile, whatever its length: the CPU's operation skips the upper triangle by itself.
 The softmax is in float32 whatever the dtype (in float64 for float64).
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -44,25 +47,30 @@ class Tile:
 class Group:
     """Tiles that are computed in one product."""
 
-    tokens: Int[Tensor, "rows"]
-    """The rows of the flat batch that the tiles' queries are, tile after tile."""
+    tokens: Int[Tensor, "rows"] | None
+    """The rows of the flat batch that the tiles' queries are, tile after tile; None where that is the batch as it is."""
     num_tiles: int
+    num_queries: int
+    """Queries a tile (``n``)."""
     context: int
     """Keys a tile, the longest one's (``L``)."""
     block_ids: Int[Tensor, "tiles_x_blocks"]
     """The head of the tiles' block tables, tile after tile."""
-    visible: Bool[Tensor, "tiles 1 queries L"]
-    """Key position ≤ query position: causal, and nothing beyond the context."""
-    unwritten: tuple[Int[Tensor, "holes"], Int[Tensor, "holes"]]
+    from_start: bool
+    """Whether the tiles are prompts from their first token on, so that query i sees the keys up to i."""
+    hidden: Bool[Tensor, "tiles 1 queries L"] | None
+    """Key position > query position: what lies ahead, or beyond the context. None where a mask is not needed."""
+    unwritten: tuple[Int[Tensor, "holes"], Int[Tensor, "holes"]] | None
     """(tile, position) of gathered slots beyond their tile's context: whatever lies there, even NaN, must not be read."""
 
 
-def cut_tiles(query_lens: list[int], seqused_k: list[int]) -> list[Tile]:
-    """The tiles of a step's sequences."""
+def cut_tiles(query_lens: list[int], seqused_k: list[int], whole_prompts: bool = False) -> list[Tile]:
+    """The tiles of a step's sequences. ``whole_prompts``: sequences that begin in this step are one tile each."""
     tiles, first_token = [], 0
     for sequence, (queries, context) in enumerate(zip(query_lens, seqused_k, strict=True)):
-        for start in range(0, queries, QUERIES_PER_TILE):
-            count = min(QUERIES_PER_TILE, queries - start)
+        most = queries if whole_prompts and queries == context else QUERIES_PER_TILE
+        for start in range(0, queries, most or 1):
+            count = min(most, queries - start)
             tiles.append(Tile(sequence, first_token + start, count, context - queries + start + count))
         first_token += queries
     return tiles
@@ -85,23 +93,27 @@ def group_tiles(tiles: list[Tile]) -> list[list[Tile]]:
 
 def make_group(tiles: list[Tile], metadata: AttentionMetadata) -> Group:
     """What all layers share about a group: indices, mask, and the gathered slots to blank."""
-    device, block_size = metadata.block_table.device, metadata.block_size
-    num_queries, context = tiles[0].num_queries, max(tile.context for tile in tiles)
-    num_blocks = -(-context // block_size)
-    first = torch.tensor([tile.first_token for tile in tiles], device=device)
-    contexts = torch.tensor([tile.context for tile in tiles], device=device)
-    sequences = torch.tensor([tile.sequence for tile in tiles], device=device)
-    queries = torch.arange(num_queries, device=device)
+    device = metadata.block_table.device
+    tiles = sorted(tiles, key=lambda tile: tile.first_token)
+    num_queries = tiles[0].num_queries
+    shortest, context = min(tile.context for tile in tiles), max(tile.context for tile in tiles)
+    from_start = num_queries > 1 and device.type == "cpu" and shortest == context == num_queries
+    in_order = len(tiles) * num_queries == sum(metadata.query_lens)
+    first = np.array([tile.first_token for tile in tiles])
+    contexts = torch.tensor([tile.context for tile in tiles], device=device).unsqueeze(1)
     keys = torch.arange(context, device=device)
-    query_positions = contexts[:, None] - num_queries + queries  # [tiles, queries]
-    beyond = keys >= contexts[:, None]
+    queries = torch.arange(num_queries, device=device)
+    masked = not from_start and not (num_queries == 1 and shortest == context)
+    tables = metadata.block_table[:, : -(-context // metadata.block_size)]
     return Group(
-        tokens=(first[:, None] + queries).flatten(),
+        tokens=None if in_order else torch.from_numpy(np.add.outer(first, np.arange(num_queries)).ravel()).to(device),
         num_tiles=len(tiles),
+        num_queries=num_queries,
         context=context,
-        block_ids=metadata.block_table[sequences, :num_blocks].flatten(),
-        visible=(keys <= query_positions[..., None]).unsqueeze(1),
-        unwritten=tuple(beyond.nonzero().unbind(1)),  # type: ignore[arg-type]
+        block_ids=tables[torch.tensor([tile.sequence for tile in tiles], device=device)].flatten(),
+        from_start=from_start,
+        hidden=(keys > (contexts - num_queries + queries)[..., None]).unsqueeze(1) if masked else None,
+        unwritten=tuple((keys >= contexts).nonzero().unbind(1)) if shortest < context else None,  # type: ignore[arg-type]
     )
 
 
@@ -113,8 +125,10 @@ class TorchPagedStep:
         self._targets = (metadata.slot_mapping // block_size, metadata.slot_mapping % block_size)
         self._scale = softmax_scale
         self._scratch = scratch
-        tiles = cut_tiles(metadata.query_lens, metadata.seqused_k)
+        whole_prompts = metadata.block_table.device.type == "cpu"
+        tiles = cut_tiles(metadata.query_lens, metadata.seqused_k, whole_prompts)
         self._groups = [make_group(group, metadata) for group in group_tiles(tiles)]
+        self._masks: list[Tensor | None] | None = None
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in their slots. Mutates ``layer_kv``."""
@@ -124,24 +138,33 @@ class TorchPagedStep:
 
     def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         """Attention of each new token over its sequence's tokens up to itself."""
+        if self._masks is None:  # the first layer: their dtype is the query's
+            self._masks = [_additive_mask(group, query, query.shape[1] // layer_kv.k.shape[2]) for group in self._groups]
+        if len(self._groups) == 1 and self._groups[0].tokens is None:
+            return self._attend_group(self._groups[0], self._masks[0], layer_kv, query)
         output = torch.empty_like(query)
-        for group in self._groups:
-            attended = self._attend_group(group, layer_kv, query.index_select(0, group.tokens))
+        for group, mask in zip(self._groups, self._masks, strict=True):
+            assert group.tokens is not None, "a group of all tokens is the only one"
+            attended = self._attend_group(group, mask, layer_kv, query.index_select(0, group.tokens))
             output.index_copy_(0, group.tokens, attended)
         return output
 
     def _attend_group(
-        self, group: Group, layer_kv: LayerKV, query: Float[Tensor, "rows Hq D"]
+        self, group: Group, mask: Float[Tensor, "tiles 1 _ L"] | None, layer_kv: LayerKV, query: Float[Tensor, "rows Hq D"]
     ) -> Float[Tensor, "rows Hq D"]:
-        num_kv_heads, head_dim = layer_kv.k.shape[2:]
+        Hkv = layer_kv.k.shape[2]
         keys = self._gather(layer_kv.k, group, 0)
         values = self._gather(layer_kv.v, group, 1)
-        folded = query.view(group.num_tiles, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
-        num_queries, G = folded.shape[1], folded.shape[3]
-        rows = folded.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [tiles, Hkv, n·G, D]
-        visible = group.visible.repeat_interleave(G, dim=2) if num_queries > 1 else group.visible
-        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=self._scale)
-        unfolded: Tensor = attended.unflatten(2, (num_queries, G)).permute(0, 2, 1, 3, 4)
+        tiles = query.unflatten(0, (group.num_tiles, group.num_queries))  # [tiles, n, Hq, D]
+        if group.from_start:
+            attended = F.scaled_dot_product_attention(
+                tiles.transpose(1, 2), keys, values, is_causal=True, scale=self._scale, enable_gqa=True
+            )
+            return attended.transpose(1, 2).flatten(0, 1)
+        folded = tiles.unflatten(2, (Hkv, -1)).transpose(1, 2)  # [tiles, Hkv, n, G, D]
+        rows = folded.flatten(2, 3)
+        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=self._scale)
+        unfolded: Tensor = attended.view(folded.shape).transpose(1, 2)
         return unfolded.reshape(query.shape)
 
     def _gather(self, cache: Float[Tensor, "blocks B Hkv D"], group: Group, which: int) -> Float[Tensor, "tiles Hkv L D"]:
@@ -154,9 +177,17 @@ class TorchPagedStep:
         pages = buffer[:size].view(shape)
         torch.index_select(cache, 0, group.block_ids, out=pages)
         pages = pages.view(group.num_tiles, -1, *cache.shape[2:])[:, : group.context]  # [tiles, L, Hkv, D]
-        if group.unwritten[0].numel():
+        if group.unwritten is not None:
             pages[group.unwritten] = 0
         return pages.transpose(1, 2)
+
+
+def _additive_mask(group: Group, query: Float[Tensor, "T Hq D"], G: int) -> Float[Tensor, "tiles 1 _ L"] | None:
+    """0 and −inf, as the operation wants it, once a step; one row for each of the ``n · G`` that are folded together."""
+    if group.hidden is None:
+        return None
+    hidden = group.hidden.repeat_interleave(G, dim=2) if group.num_queries > 1 else group.hidden
+    return query.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
 class TorchPagedAttention:

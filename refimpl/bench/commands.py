@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from refimpl.cli_options import with_engine_options
+from refimpl.errors import ConfigError
 
 bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
 
@@ -99,6 +100,76 @@ def batching(
     report_result(run(engine_options, scale=scale, requests=requests, share=share), as_json, save)
 
 
+Repeats = Annotated[int, typer.Option(help="Times that every side runs, in turn; a first turn is discarded.")]
+Dtypes = Annotated[str, typer.Option(help="Dtypes to measure, by commas. --dtype counts for nothing here.")]
+Compare = Annotated[str, typer.Option(help="transformers, in the setting that is fastest here, or none.")]
+ComparePython = Annotated[
+    Path | None, typer.Option(help="The Python of an environment with vLLM's CPU build, which is then compared as well.")
+]
+
+
+def _compares(compare: str) -> bool:
+    if compare not in ("transformers", "none"):
+        raise ConfigError(f"compare is {compare!r}; it must be transformers or none")
+    return compare == "transformers"
+
+
+@bench.command()
+@with_engine_options
+def throughput(
+    *,
+    repeats: Repeats = 5,
+    dtypes: Dtypes = "bfloat16,float32",
+    compare: Compare = "transformers",
+    compare_python: ComparePython = None,
+    scale: Annotated[float, typer.Option(help="Shrink all lengths by this, for a quick look.")] = 1.0,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Output tokens a second beside other engines: one request, eight, and 32 of mixed lengths."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.throughput import run
+
+    result = run(engine_options, repeats, tuple(dtypes.split(",")), _compares(compare), compare_python, scale)
+    report_result(result, as_json, save)
+
+
+@bench.command()
+@with_engine_options
+def latency(
+    *,
+    repeats: Repeats = 5,
+    dtypes: Dtypes = "bfloat16,float32",
+    compare: Compare = "transformers",
+    compare_python: ComparePython = None,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """The time to the first token of a short and of a long prompt, beside other engines."""
+    from refimpl.bench.latency import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, repeats, tuple(dtypes.split(",")), _compares(compare), compare_python), as_json, save)
+
+
+@bench.command()
+@with_engine_options
+def overhead(
+    *,
+    steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 60,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """The share of a step outside the model, for 16 sequences, and what the host does for 256."""
+    from refimpl.bench.overhead import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, steps=steps), as_json, save)
+
+
 @bench.command()
 @with_engine_options
 def widgets(
@@ -119,6 +190,21 @@ def widgets(
 
     sizes = {"pairs": pairs, "requests": requests, "tokens": tokens, "frames": frames, "num_blocks": blocks, "steps": steps}
     report_result(run(engine_options, **sizes), as_json, save)
+
+
+@bench.command()
+def simulate(
+    *,
+    requests: Annotated[int, typer.Option(help="Conversations for paging and for each row of the table.")] = 1_500,
+    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """The simulator beside measurements, and Llama-3-70B on 8 simulated A100s: batching, paging, the article's table."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.simulate import run
+
+    report_result(run(requests=requests, seed=seed), as_json, save)
 
 
 @bench.command()

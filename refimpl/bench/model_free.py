@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from refimpl.cache import make_kv_cache_manager
 from refimpl.config import EngineArgs
 from refimpl.executor.model_free import ModelFreeExecutor
-from refimpl.outputs import RequestMetrics, SchedulerOutput
+from refimpl.outputs import SchedulerOutput
 from refimpl.request import Request, Sequence
+from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler import Scheduler
 from refimpl.scheduler.choose import make_scheduler

@@ -37,18 +37,18 @@ def render(text: str) -> str:
     """A document with its marked tables rendered.
 
     Raises:
-        RefimplError: a marked topic has no result file, or no table.
+        RefimplError: a marked topic has no table.
 
     """
     results = newest_results()
 
     def replace(match: re.Match[str]) -> str:
         topic = match[2]
-        if topic not in results or topic not in TABLES:
-            raise RefimplError(
-                f"no result file or no table for the topic {topic!r}; run refimpl bench {topic} --save FOLDER"
-            )
-        return match[1] + "".join(TABLES[topic](result) for result in results[topic]) + match[3]
+        if topic not in TABLES:
+            raise RefimplError(f"no table for the topic {topic!r}; there are {', '.join(TABLES)}")
+        tables = [TABLES[topic](result) for result in results.get(topic, [])]
+        unmeasured = f"Not measured yet: `refimpl bench {topic} --save refimpl/bench/results`.\n"
+        return match[1] + ("".join(tables) or unmeasured) + match[3]
 
     return _MARKED.sub(replace, text)
 
@@ -139,11 +139,46 @@ def _scheduler(result: dict[str, Any]) -> str:
     return "| 256 sequences that decode | ms a step, median | 99th percentile |\n|---|---|---|\n" + rows + caption(result)
 
 
+def _throughput(result: dict[str, Any]) -> str:
+    head = (
+        f"{result['setting']['workload']}:\n\n| | engine | tokens/s, median (range) | refimpl over it |\n|---|---|---|---|\n"
+    )
+    return head + _sides(result, "tokens_per_second", lambda rate: f"{rate:,.1f}") + caption(result)
+
+
+def _latency(result: dict[str, Any]) -> str:
+    head = "| time to the first token | engine | ms, median (range) | refimpl over it |\n|---|---|---|---|\n"
+    return head + _sides(result, "seconds", lambda seconds: f"{1e3 * seconds:,.0f}") + caption(result)
+
+
+def _sides(result: dict[str, Any], figure: str, show: Callable[[float], str]) -> str:
+    """A row for each workload and engine."""
+    rows = ""
+    for name, figures in result["results"].items():
+        for side, value in figures[figure].items():
+            over = f"{figures['ratios'][side]:.2f}" if side in figures["ratios"] else ""
+            rows += f"| {name} | {side} | {show(value['median'])} ({show(value['min'])}–{show(value['max'])}) | {over} |\n"
+    return rows
+
+
+def _overhead(result: dict[str, Any]) -> str:
+    r = result["results"]
+    rows = "".join(
+        f"| {r['sequences']} sequences, {kind} | {r[kind]['ms_per_step']:,.2f} | {r[kind]['engine_share']:.1%} |\n"
+        for kind in ("greedy", "sampled")
+    )
+    host = f"| {r['many']} sequences, without model and sampler | {r['host_ms']['median']:.2f} | |\n"
+    return "| | ms a step, median | outside the forward pass |\n|---|---|---|\n" + rows + host + caption(result)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": _recompute,
     "sharing": _sharing,
     "memory": _memory,
     "batching": _batching,
     "scheduler": _scheduler,
+    "throughput": _throughput,
+    "latency": _latency,
+    "overhead": _overhead,
 }
 """How each topic's result becomes a Markdown table."""

@@ -14,9 +14,9 @@ from refimpl.bench.result import Result, check, setting, workload_hash
 from refimpl.cache import KVCacheManager, PrefixCache
 from refimpl.config import SchedulerConfig
 from refimpl.executor.model_free import ModelFreeExecutor
-from refimpl.outputs import RequestMetrics
 from refimpl.recorder import Recorder
 from refimpl.request import Request, Sequence
+from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler import Scheduler
 

@@ -22,8 +22,7 @@ import random
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, groupby, pairwise
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from refimpl.errors import ConfigError, RefimplError
+from refimpl.simulate.workload import TraceRequest as TraceRequest
 
 DATASET = "https://github.com/Azure/AzurePublicDataset"
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -38,15 +38,6 @@ BINS = 16  # bins of equal count by prompt length, each with its own output leng
 PROMPT_POINTS, OUTPUT_POINTS, GAP_POINTS = 65, 33, 129  # quantiles kept of each law
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request of a trace: its arrival in seconds since the first one's, its prompt and its output in tokens."""
-
-    arrival: float
-    prompt: int
-    output: int
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
@@ -99,14 +90,27 @@ def _length(path: Path, line: int, column: str, text: str) -> int:
 def _time(path: Path, line: int, text: str, before: datetime | None) -> datetime:
     """A row's time; of Azure's seven fractional digits ``fromisoformat`` drops the last."""
     try:
-        time = datetime.fromisoformat(text)
+        time = _parsed(text)
         goes_back = before is not None and time < before
-    except (ValueError, TypeError):  # TypeError: one of the two times names its zone, the other does not
-        what = f"TIMESTAMP is {text!r}; it must be a time like 2023-11-16 18:15:46.6805900, with a zone in all lines or none"
-        raise _wrong(path, line, f"{what}: mend or drop the line") from None
+    except (ValueError, OverflowError, TypeError):  # TypeError: one of the two times names its zone, the other does not
+        what = (
+            f"TIMESTAMP is {text!r}; it must be a time like 2023-11-16 18:15:46.6805900 (with a zone in all lines or none)"
+        )
+        raise _wrong(path, line, f"{what}, or seconds >= 0: mend or drop the line") from None
     if goes_back:
         raise _wrong(path, line, f"TIMESTAMP {text} is before {before} above it; times must not go back: sort the lines")
     return time
+
+
+def _parsed(text: str) -> datetime:
+    """A time, or a number of seconds as the time so long after 1970 began."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return datetime.fromisoformat(text)
+    if seconds < 0:
+        raise ValueError("before second 0")
+    return datetime(1970, 1, 1) + timedelta(seconds=seconds)
 
 
 def fit(trace: Sequence[TraceRequest]) -> dict[str, Any]:

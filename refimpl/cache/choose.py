@@ -21,8 +21,8 @@ def check_parts(args: EngineArgs) -> None:
     choose_index(args.prefix_index)
 
 
-def make_kv_cache_manager(args: EngineArgs, num_blocks: int, max_model_len: int) -> KVCacheManager:
-    """The manager of ``num_blocks`` blocks that the options ask for.
+def make_kv_cache_manager(args: EngineArgs, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> KVCacheManager:
+    """The manager of ``num_blocks`` blocks, and ``num_host_blocks`` to swap to, that the options ask for.
 
     Raises:
         ConfigError: an allocator or index of one's own lacks a part.
@@ -32,4 +32,5 @@ def make_kv_cache_manager(args: EngineArgs, num_blocks: int, max_model_len: int)
         return ContiguousKVCacheManager(num_blocks, args.block_size, max_model_len)
     cached = args.enable_prefix_caching and args.enable_kv_cache
     prefix_cache = PrefixCache(choose_index(args.prefix_index)) if cached else None
-    return KVCacheManager(num_blocks, args.block_size, prefix_cache, choose_allocator(args.block_allocator)(num_blocks))
+    allocator = choose_allocator(args.block_allocator)(num_blocks)
+    return KVCacheManager(num_blocks, args.block_size, prefix_cache, allocator, num_host_blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refimpl.cache.allocators import BlockAllocator
@@ -11,6 +11,7 @@ from refimpl.cache.block_pool import BlockPool
 from refimpl.cache.block_table import BlockTable
 from refimpl.cache.prefix_cache import PrefixCache
 from refimpl.cache.prefix_index import Key
+from refimpl.cache.swap import SwapOut, SwapSpace
 from refimpl.cache.usage import cache_usage
 from refimpl.errors import PartError
 from refimpl.memory_report import CacheUsage
@@ -51,11 +52,13 @@ class KVCacheManager:
         block_size: int,
         prefix_cache: PrefixCache | None = None,
         allocator: BlockAllocator | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, allocator)
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache
+        self.swap = SwapSpace(num_host_blocks)
         self._tables: dict[int, BlockTable] = {}
         self._keys: dict[int, list[Key]] = {}
         """The chain of keys of each sequence's published blocks, its root first."""
@@ -203,8 +206,12 @@ class KVCacheManager:
         """Forget a sequence's table (last block first). Returns the blocks that nobody uses any more."""
         table = self._tables.pop(sequence_id, None)
         self._keys.pop(sequence_id, None)
+        return self._dereference(reversed(table.block_ids) if table else ())
+
+    def _dereference(self, block_ids: Iterable[int]) -> list[int]:
+        """Take one mention of each block back. Returns those that nobody uses any more: cached from here on, or free."""
         released, forgotten = [], []
-        for block_id in reversed(table.block_ids if table else ()):
+        for block_id in block_ids:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 released.append(block_id)
@@ -212,6 +219,65 @@ class KVCacheManager:
                     forgotten.append(block_id)
         self.pool.free(forgotten)
         return released
+
+    # ------------------------------------------------------------------ swap
+
+    def swap_out(self, sequence_id: int) -> SwapOut | None:
+        """Move a sequence's blocks to the host, but those that a running sequence uses too, which stay and are held.
+
+        None, with nothing changed, if the host has too little room.
+        """
+        block_ids = self._tables[sequence_id].block_ids
+        moving = self.swap.to_move(block_ids, self._ref_counts)
+        if len(moving) > self.swap.num_free:
+            return None
+        del self._tables[sequence_id]
+        transfers = self.swap.put(sequence_id, block_ids, moving)
+        for block_id in moving:
+            self._ref_counts[block_id] = 1  # whoever else has it is swapped too, and has the host block now
+        return SwapOut(transfers, self._dereference(reversed(moving)))
+
+    def blocks_to_resume(self, sequence_id: int, num_computed_tokens: int, num_tokens: int) -> int:
+        """Device blocks that a swapped sequence needs to be back with room for ``num_tokens`` tokens, copies counted."""
+        places = self.swap.places(sequence_id)
+        written = places[num_computed_tokens // self.block_size : self.blocks_for(num_tokens)]
+        shared = sum(
+            self.swap.owners(place) > 1 or (not place.on_host and self._ref_counts[place.block_id] > 1) for place in written
+        )
+        return sum(place.on_host for place in places) + max(0, self.blocks_for(num_tokens) - len(places)) + shared
+
+    def swap_in(
+        self, sequence_id: int, num_computed_tokens: int, num_tokens: int
+    ) -> tuple[Allocation, list[tuple[int, int]]] | None:
+        """Bring a swapped sequence's blocks back, and make room for ``num_tokens`` tokens.
+
+        Returns the allocation, whose ``new_blocks`` are its whole table, and the transfers (host block, device block).
+        None, with nothing changed, if there is too little room.
+        """
+        if self.blocks_to_resume(sequence_id, num_computed_tokens, num_tokens) > self.num_free_blocks:
+            return None
+        on_host = [place for place in self.swap.places(sequence_id) if place.on_host]
+        owners = [self.swap.owners(place) for place in on_host]
+        taken = self._take(len(on_host))
+        block_ids, transfers = self.swap.take(sequence_id, iter(taken))
+        for block_id, count in zip(taken, owners, strict=True):
+            self._ref_counts[block_id] = count
+        table = self._tables[sequence_id] = BlockTable(self.block_size)
+        table.append(block_ids)
+        try:
+            rest = self.allocate(sequence_id, num_computed_tokens, num_tokens)
+        except PartError:
+            self.free(sequence_id)
+            raise
+        assert rest is not None, "the blocks were counted above"
+        return Allocation(block_ids + rest.new_blocks, rest.copies), transfers
+
+    def drop_swapped(self, sequence_id: int) -> list[int]:
+        """Forget a swapped sequence's blocks: it ends, or is computed again. Returns device blocks that nobody uses now."""
+        if sequence_id not in self.swap:
+            return []
+        self._keys.pop(sequence_id, None)
+        return self._dereference(self.swap.drop(sequence_id))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Blocks in use stay with their sequences, and are not findable any more."""
@@ -244,10 +310,16 @@ class KVCacheManager:
             self._ref_counts[block_id] += 1
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> CacheUsage:
-        """Blocks and slots as they are used now; the argument says how far each running sequence is computed."""
+        """Blocks and slots as they are used now; the argument says how far each running sequence is computed.
+
+        Blocks that swapped sequences hold on the device count as theirs, and as full.
+        """
+        tables = {sequence_id: table.block_ids for sequence_id, table in self._tables.items()}
+        for sequence_id in self.swap.holders:
+            tables[sequence_id] = [place.block_id for place in self.swap.places(sequence_id) if not place.on_host]
         return cache_usage(
-            {sequence_id: table.block_ids for sequence_id, table in self._tables.items()},
-            num_computed_tokens,
+            tables,
+            {s: num_computed_tokens.get(s, len(table) * self.block_size) for s, table in tables.items()},
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             num_free=self.pool.num_free,
@@ -266,4 +338,8 @@ class KVCacheManager:
             tables={sequence_id: tuple(table.block_ids) for sequence_id, table in self._tables.items()},
             num_computed_tokens=dict(num_computed_tokens),
             reserved_blocks=self.reserved_blocks,
+            num_host_blocks=self.swap.num_blocks,
+            host_free_ids=self.swap.free_ids,
+            host_ref_counts=self.swap.ref_counts,
+            swapped_tables=self.swap.tables,
         )

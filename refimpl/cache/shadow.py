@@ -57,6 +57,7 @@ class ShadowExecutor:
         self._slots: dict[int, _Slot] = {}
         self._memory: dict[tuple[int, int], bytes] = {}
         """(block id, offset) → fingerprint; what was never written is missing."""
+        self._host_memory: dict[tuple[int, int], bytes] = {}
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Replay a step and draw its tokens."""
@@ -67,20 +68,32 @@ class ShadowExecutor:
         return ModelRunnerOutput(tuple(self._read_and_draw(self._slots[number], output.step) for number, _ in rows))
 
     def _apply(self, output: SchedulerOutput) -> None:
+        self._copy(self._memory, self._host_memory, output.swapped_out)
+        self._copy(self._host_memory, self._memory, output.swapped_in)
         for admission in output.admitted:
             self._slots[admission.slot] = _admitted(admission)
         for number in output.restarted:
             self._slots[number].num_computed_tokens = 0
         for blocks in output.new_blocks:
             self._slots[blocks.slot].block_ids.extend(blocks.block_ids)
-        before = dict(self._memory)  # copies are made at once: a target of one may not feed another
         for copy in output.copies:
             self._slots[copy.slot].block_ids[copy.index] = copy.target
+        self._copy(self._memory, self._memory, [(copy.source, copy.target) for copy in output.copies])
+
+    def _copy(
+        self,
+        source: dict[tuple[int, int], bytes],
+        target: dict[tuple[int, int], bytes],
+        blocks: Sequence[tuple[int, int]],
+    ) -> None:
+        """Copy whole blocks, (from, to) each, all at once: what one copy writes never feeds another."""
+        before = dict(source) if source is target else source
+        for source_id, target_id in blocks:
             for offset in range(self.block_size):
-                if (copy.source, offset) in before:
-                    self._memory[copy.target, offset] = before[copy.source, offset]
+                if (source_id, offset) in before:
+                    target[target_id, offset] = before[source_id, offset]
                 else:
-                    self._memory.pop((copy.target, offset), None)
+                    target.pop((target_id, offset), None)
 
     def _place(self, slot: _Slot, position: int) -> tuple[int, int]:
         return slot.block_ids[position // self.block_size], position % self.block_size

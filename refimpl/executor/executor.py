@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from refimpl.errors import RefimplError
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
-from refimpl.sampling.hooks import LogitsHooks
+from refimpl.sampling_params import LogitsHooks
+from refimpl.scheduler.preemption import PreemptionCosts
+
+if TYPE_CHECKING:
+    from refimpl.cache.kv_cache import KVCache
 
 
 @runtime_checkable
@@ -15,17 +20,45 @@ class Executor(Protocol):
 
     num_blocks: int
     """Usable blocks of its KV cache."""
+    num_host_blocks: int
+    """Blocks of its swap space."""
+    preemption_costs: PreemptionCosts | None
+    """What swapping and recomputing cost there, where ``preemption_mode="auto"`` has to know."""
     block_bytes: int
     """Bytes of one of them, over all layers."""
     weight_bytes: int
     device_name: str
     """Where it computes, for people."""
-    logits_hooks: LogitsHooks | None
-    """Where the engine puts the hooks of requests, by sequence id; None where steps are computed in another process, which
-    no hook can reach: such requests are refused."""
+
+    @property
+    def logits_hooks(self) -> LogitsHooks | None:
+        """Where the engine puts the hooks of requests, by sequence id; None where steps are computed in another process,
+        which no hook can reach: such requests are refused.
+        """
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step. It may be computed now or later; a failure arrives with the future."""
 
     def close(self) -> None:
         """Stop, and give all memory back. May be called twice."""
+
+
+@runtime_checkable
+class HoldsKVCache(Protocol):
+    """An executor whose keys and values can be looked at."""
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The tensors behind the block ids."""
+
+
+def kv_cache_of(executor: Executor) -> KVCache:
+    """The keys and values that an executor computes.
+
+    Raises:
+        RefimplError: it computes without a model.
+
+    """
+    if not isinstance(executor, HoldsKVCache):
+        raise RefimplError(f"{type(executor).__name__} computes no keys and values, so there are none to read")
+    return executor.kv_cache

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
 from refimpl.executor.readout import Read, Readout
-from refimpl.outputs import NO_TOKEN, Admission, Batch, ModelRunnerOutput, NewBlocks, RowExtras, SchedulerOutput
+from refimpl.outputs import NO_TOKEN, Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from refimpl.row_extras import RowExtras
 from refimpl.sampling.sampler import SamplingRows
 from refimpl.sampling.slots import SamplingSlots
 

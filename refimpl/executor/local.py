@@ -19,12 +19,14 @@ from refimpl.executor import memory
 from refimpl.executor.device import free_host_memory, resolve_device, resolve_dtype
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
+from refimpl.executor.preemption_costs import measure
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
-from refimpl.sampling.hooks import LogitsHooks
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_numbers import SamplingNumbers
+from refimpl.sampling_params import LogitsHooks
+from refimpl.scheduler.preemption import PreemptionCosts
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +57,19 @@ class LocalExecutor:
             max_num_seqs, max_num_batched_tokens = args.step_limits()
             backend = choose_backend(args.attention_backend, checkpoint.config.head_dim)
             available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
+            self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
             self.num_blocks = memory.num_blocks(args.cache_config(), checkpoint.config, self.dtype.itemsize, available)
             max_model_len = min(max_model_len, self.num_blocks * args.block_size)
             self.runner = ModelRunner(
                 model,
-                KVCache(checkpoint.config, self.num_blocks, args.block_size, self.dtype, self.device),
+                KVCache(
+                    checkpoint.config,
+                    self.num_blocks,
+                    args.block_size,
+                    self.dtype,
+                    self.device,
+                    self.num_host_blocks,
+                ),
                 InputBatch(
                     max_num_seqs,
                     max_model_len,
@@ -78,6 +88,10 @@ class LocalExecutor:
                 f"{checkpoint.name} needs {self.weight_bytes / GIB:.2f} GiB for its "
                 f"weights in {args.dtype} beside its KV cache, which {self.device} does not have: {error}"
             ) from error
+        self.preemption_costs: PreemptionCosts | None = None
+        if self.num_host_blocks and args.preemption_mode == "auto":
+            most = min(max_num_batched_tokens, max_model_len - 1)
+            self.preemption_costs = measure(self.runner, checkpoint.config, most, self.num_host_blocks)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         self._closed = False
         self._process = os.getpid()
@@ -105,6 +119,11 @@ class LocalExecutor:
         except BaseException as error:  # a second Ctrl-C too: the engine must learn that this step is torn
             future.set_exception(error)
         return future
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The tensors behind the block ids."""
+        return self.runner.kv_cache
 
     def close(self) -> None:
         """End the thread and release weights and cache, whoever still refers to them.
@@ -168,8 +187,8 @@ class LocalExecutor:
         sequence = Admission(0, 0, (0,) * num_tokens, num_tokens, 0, 0, 0, sampling=SamplingNumbers(top_p=0.5))
         blocks = NewBlocks(0, tuple(range(1, num_blocks + 1)))
         runner.execute(SchedulerOutput(0, Batch(1, (0,), (0,), (num_tokens,)), admitted=(sequence,), new_blocks=(blocks,)))
-        # A row that is filtered and sampled holds about six copies of its float32 logits.
-        logits = 6 * 4 * max_num_seqs * config.vocab_size
+        # A row that is adjusted, filtered and sampled holds up to about nine copies of its float32 logits.
+        logits = 9 * 4 * max_num_seqs * config.vocab_size
         return int(torch.cuda.max_memory_allocated(self.device) - before) + logits
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from refimpl.scheduler.preemption import PreemptionCosts
 
 _MIX = 0x9E3779B97F4A7C15
 
@@ -24,31 +25,35 @@ class ModelFreeExecutor:
         self.block_bytes = self.weight_bytes = 0
         self.device_name = "no model"
         self.logits_hooks = None
+        self.num_host_blocks = 0
+        self.preemption_costs: PreemptionCosts | None = None
         self._first_token = first_token
         self._num_drawable = vocab_size - first_token
         self._paths: dict[int, int] = {}
-        self._computed: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        """How many tokens of each slot's sequence are computed."""
         self._known: dict[int, int] = {}
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """A step's outcome."""
         for admission in scheduler_output.admitted:
             self._paths[admission.slot] = admission.path ^ admission.seed
-            self._computed[admission.slot] = admission.num_computed_tokens
+            self.computed[admission.slot] = admission.num_computed_tokens
             self._known[admission.slot] = len(admission.token_ids)
         for slot in scheduler_output.restarted:
-            self._computed[slot] = 0
-        batch = scheduler_output.batch
-        return ModelRunnerOutput(tuple(map(self._row, batch.slots, batch.num_new_tokens)))
-
-    def _row(self, slot: int, num_new_tokens: int) -> int:
-        self._computed[slot] += num_new_tokens
-        position = self._known[slot]
-        if self._computed[slot] < position:
-            return NO_TOKEN
-        self._known[slot] = position + 1
-        mixed = ((self._paths[slot] + position) * _MIX >> 20) & 0xFFFFFFFF
-        return self._first_token + mixed % self._num_drawable
+            self.computed[slot] = 0
+        paths, computed, known = self._paths, self.computed, self._known
+        first, drawable = self._first_token, self._num_drawable
+        token_ids = []
+        for slot, num_new_tokens in zip(scheduler_output.batch.slots, scheduler_output.batch.num_new_tokens, strict=True):
+            position = known[slot]
+            computed[slot] = reached = computed[slot] + num_new_tokens
+            if reached < position:
+                token_ids.append(NO_TOKEN)
+                continue
+            known[slot] = position + 1
+            token_ids.append(first + ((paths[slot] + position) * _MIX >> 20 & 0xFFFFFFFF) % drawable)
+        return ModelRunnerOutput(tuple(token_ids))
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run a step at once."""

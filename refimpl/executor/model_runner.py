@@ -14,7 +14,8 @@ from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch, StepInputs
 from refimpl.executor.readout import read_row
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.outputs import ModelRunnerOutput, RowExtras, SchedulerOutput
+from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
+from refimpl.row_extras import RowExtras
 from refimpl.sampling.logprobs import token_logprobs
 from refimpl.sampling.sampler import Sampler
 
@@ -34,7 +35,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step and draw its tokens."""
+        self.kv_cache.swap_out(scheduler_output.swapped_out)
+        self.kv_cache.swap_in(scheduler_output.swapped_in)
         self.input_batch.apply(scheduler_output)
+        if not scheduler_output.batch.slots:
+            return ModelRunnerOutput(())
         self.kv_cache.copy_blocks([(copy.source, copy.target) for copy in scheduler_output.copies])
         inputs = self.input_batch.prepare(scheduler_output.batch)
         hidden = self.model(

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from refimpl.logprobs import TokenLogprobs
-from refimpl.outputs import Admission, RowExtras
+from refimpl.outputs import Admission
+from refimpl.row_extras import RowExtras
 from refimpl.sampling.logprobs import rows_in_a_slice, token_logprobs
 from refimpl.sampling.sampler import usable
 

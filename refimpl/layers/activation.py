@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from refimpl.kernels import reference
 from refimpl.layers.linear import Linear
 
 
@@ -21,5 +21,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
         """The feed-forward output."""
-        down: Tensor = self.down_proj(reference.silu_mul(self.gate_up_proj(x)))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        down: Tensor = self.down_proj(F.silu(gate).mul_(up))
         return down

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from refimpl.attention.backend import AttentionStep
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import ModelConfig
-from refimpl.kernels import reference
 from refimpl.layers.linear import Linear
+from refimpl.layers.rotary import Rotation, rotate
 
 
 class Attention(nn.Module):
@@ -29,15 +29,14 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "T H"],
-        rotation: tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]],
+        rotation: Rotation,
         layer_kv: LayerKV,
         attention: AttentionStep,
     ) -> Float[Tensor, "T H"]:
         """Attention of this step's tokens over all tokens of their own sequences up to themselves."""
-        query, key, value = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        query = reference.rotary(query.unflatten(-1, (self.num_heads, self.head_dim)), *rotation)
-        key = reference.rotary(key.unflatten(-1, (self.num_kv_heads, self.head_dim)), *rotation)
-        value = value.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        turning, value = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        query, key = rotate(turning, rotation).split((self.num_heads, self.num_kv_heads), dim=1)
         attention.write(layer_kv, key, value)
         projected: Tensor = self.o_proj(attention.attend(layer_kv, query).flatten(1))
         return projected

@@ -42,7 +42,7 @@ class Linear(nn.Module):
         """``x Wᵀ``."""
         if self._packed is None:
             return F.linear(x, self.weight)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, None, "none", [], "")
         return product
 
 

@@ -1,4 +1,10 @@
-"""Rotary embedding: a token's position turns its queries and keys, so that their products see relative distance."""
+"""Rotary embedding: a token's position turns its queries and keys, so that their products see relative distance.
+
+:func:`refimpl.kernels.reference.rotary` is the definition. Here the two halves of a head are an axis of their own, so that
+one product, one flip and one multiply-add turn all heads of a step, queries and keys alike::
+
+    [a, b] · cos + [b, a] · [−sin, sin]  =  [a cos − b sin, b cos + a sin]
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from refimpl.kernels.reference import at_least_float32
 from refimpl.rope_config import RopeConfig
+
+Rotation = tuple[Float[Tensor, "T 1 1 half"], Float[Tensor, "T 1 2 half"]]
+"""Cosines, and the sines with the sign of the half that they are added to, for a step's tokens; ``half = D / 2``."""
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[Tensor, "half"]:
@@ -82,6 +92,15 @@ class RotaryEmbedding(nn.Module):
         self.cos: Tensor
         self.sin: Tensor
 
-    def forward(self, positions: Int[Tensor, "T"]) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
-        """Cosines and sines for a step's tokens, ``half = D / 2``."""
-        return self.cos[positions], self.sin[positions]
+    def forward(self, positions: Int[Tensor, "T"]) -> Rotation:
+        """The rotation of a step's tokens, which all layers share."""
+        cos, sin = at_least_float32(self.cos[positions]), at_least_float32(self.sin[positions])
+        return cos[:, None, None], torch.stack((-sin, sin), dim=1).unsqueeze(1)
+
+
+def rotate(x: Float[Tensor, "T heads D"], rotation: Rotation) -> Float[Tensor, "T heads D"]:
+    """Turn every head of each token by the token's rotation, computing in at least float32."""
+    cos, signed_sin = rotation
+    halves = x.unflatten(-1, (2, -1))
+    turned: Tensor = torch.addcmul(halves * cos, halves.flip(-2), signed_sin)
+    return turned.flatten(-2).to(x.dtype)

@@ -21,7 +21,7 @@ from refimpl.layers.activation import SwiGLU
 from refimpl.layers.attention import Attention
 from refimpl.layers.linear import Linear
 from refimpl.layers.norm import RMSNorm
-from refimpl.layers.rotary import RotaryEmbedding
+from refimpl.layers.rotary import RotaryEmbedding, Rotation
 
 
 class LlamaLayer(nn.Module):
@@ -37,7 +37,7 @@ class LlamaLayer(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "T H"],
-        rotation: tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]],
+        rotation: Rotation,
         layer_kv: LayerKV,
         attention: AttentionStep,
     ) -> Float[Tensor, "T H"]:

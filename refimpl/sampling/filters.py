@@ -17,6 +17,9 @@ HEAD = 256
 """Tokens that are ranked at first. Language models put nearly all mass on fewer, and finding them takes a pass or two over
 the vocabulary, where sorting all of it takes tens."""
 
+SORTED_AT_ONCE = 32
+"""Rows whose whole vocabulary is sorted at a time: a sort takes some ten times the memory of the logits."""
+
 
 def min_p_filter(logits: Float[Tensor, "R V"], min_p: Float[Tensor, "R"]) -> Float[Tensor, "R V"]:
     """Drop tokens less probable than ``min_p`` times the most probable one (0 drops none).
@@ -57,9 +60,9 @@ def top_k_top_p_by_head(
     all_stay = ((top_k < 1) | (top_k >= V)) & (top_p >= 1)
     unsettled = ((num_kept > head.settled) & ~all_stay).nonzero().flatten()
     filtered = torch.where(all_stay.unsqueeze(-1), logits, _keep(logits, head, num_kept))
-    if len(unsettled):
-        whole = top_k_top_p_filter(logits[unsettled], top_k[unsettled], top_p[unsettled])
-        filtered = filtered.index_copy(0, unsettled, whole)
+    for rows in unsettled.split(SORTED_AT_ONCE) if len(unsettled) else ():
+        whole = top_k_top_p_filter(logits[rows], top_k[rows], top_p[rows])
+        filtered.index_copy_(0, rows, whole)
     return filtered, len(unsettled)
 
 

@@ -9,10 +9,6 @@ from torch import Tensor
 
 from refimpl.sampling_params import LogitsHook
 
-LogitsHooks = dict[int, LogitsHook]
-"""The hooks of requests by sequence id. A hook is an object, so it never travels in a step's plan: the engine gives this
-registry to an executor of the same process, which looks a sequence up when it is admitted."""
-
 
 class HookError(Exception):
     """A hook raised, or its answer cannot be used. The message is for the user."""

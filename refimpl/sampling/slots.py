@@ -16,10 +16,10 @@ from torch import Tensor
 from refimpl.outputs import Admission
 from refimpl.sampling.adjustments import Adjustments, Cells, Penalties, Words
 from refimpl.sampling.bad_words import WordTable
-from refimpl.sampling.hooks import LogitsHooks, missing_hook
+from refimpl.sampling.hooks import missing_hook
 from refimpl.sampling.sampler import SamplingRows
 from refimpl.sampling_numbers import SamplingNumbers
-from refimpl.sampling_params import GREEDY_BELOW, LogitsHook
+from refimpl.sampling_params import GREEDY_BELOW, LogitsHook, LogitsHooks
 
 
 @dataclass(frozen=True)

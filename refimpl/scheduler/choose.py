@@ -7,6 +7,7 @@ from collections.abc import Callable
 from refimpl.cache.kv_cache_manager import KVCacheManager
 from refimpl.config import EngineArgs, SchedulerConfig
 from refimpl.scheduler.policies import Policy
+from refimpl.scheduler.preemption import PreemptionCosts
 from refimpl.scheduler.scheduler import Scheduler
 from refimpl.scheduler.static import StaticScheduler
 from refimpl.scheduler.stopping import TextWatch
@@ -20,10 +21,13 @@ def make_scheduler(
     clock: Callable[[], float],
     policy: Policy,
     text: TextWatch | None = None,
+    costs: PreemptionCosts | None = None,
 ) -> Scheduler:
-    """The continuous scheduler, or the static baseline. ``clock`` counts seconds; ``text`` finds stop strings."""
+    """The continuous scheduler, or the static baseline.
+
+    ``clock`` counts seconds; ``text`` finds stop strings; ``costs`` are for ``preemption_mode="auto"``.
+    """
+    parts = (config, kv_cache_manager, eos_token_ids, clock, policy, text, costs)
     if args.scheduler == "static":
-        return StaticScheduler(
-            config, kv_cache_manager, eos_token_ids, clock, policy, text, drop_finished=args.static_drop_finished
-        )
-    return Scheduler(config, kv_cache_manager, eos_token_ids, clock, policy, text)
+        return StaticScheduler(*parts, drop_finished=args.static_drop_finished)
+    return Scheduler(*parts)

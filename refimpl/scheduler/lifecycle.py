@@ -14,7 +14,7 @@ from refimpl.scheduler.decisions import DecisionLog
 from refimpl.scheduler.limits import check_fits, check_queue
 from refimpl.scheduler.plan import StepPlan
 from refimpl.scheduler.policies import FirstComeFirstServed, Policy
-from refimpl.scheduler.preemption import view
+from refimpl.scheduler.preemption import PreemptionCosts, choose_mode, view
 from refimpl.scheduler.request_queue import RequestQueue
 from refimpl.scheduler.running_set import RunningSet
 from refimpl.scheduler.stopping import NoText, TextWatch
@@ -30,8 +30,10 @@ class Lifecycle:
         clock: Callable[[], float],
         policy: Policy | None,
         text: TextWatch | None,
+        costs: PreemptionCosts | None = None,
     ) -> None:
         self.config = config
+        self.costs = costs
         self.policy: Policy = policy or FirstComeFirstServed()
         self.kv = kv_cache_manager
         self.waiting = RequestQueue(lambda sequence: self.policy.key(view(sequence)), self.policy.dynamic)
@@ -129,7 +131,8 @@ class Lifecycle:
         return self.kv.snapshot(self._num_computed_tokens())
 
     def _num_computed_tokens(self) -> dict[int, int]:
-        return {sequence.sequence_id: sequence.num_computed_tokens for sequence in self.running}
+        swapped = (self.sequences[sequence_id] for sequence_id in self.kv.swap.tables)
+        return {sequence.sequence_id: sequence.num_computed_tokens for sequence in (*self.running, *swapped)}
 
     def take_exhausted(self) -> list[Sequence]:
         """The sequences that ended in planning, for want of blocks, since the last call."""
@@ -142,17 +145,50 @@ class Lifecycle:
         if sequence.request.metrics.first_scheduled_time is None:
             sequence.request.metrics.first_scheduled_time = self._clock()
 
-    def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str = "recompute") -> None:
-        """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again."""
+    def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str | None = None) -> None:
+        """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again.
+
+        Its blocks go to the swap space if that is cheaper than computing them again, and has room.
+        """
         plan.withdraw(sequence)
-        block_ids = tuple(self._release(sequence))
+        mode = mode or choose_mode(self.config.preemption_mode, self.costs, sequence.num_computed_tokens)
+        swapped = self.kv.swap_out(sequence.sequence_id) if mode == "swap" else None
+        if swapped is not None:
+            self.running.remove(sequence)
+            plan.swapped_out += swapped.transfers
+            block_ids = tuple(swapped.released)
+        else:
+            mode, block_ids = "recompute", tuple(self._release(sequence))
+            sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING
-        sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         sequence.request.metrics.num_preemptions += 1
         self.waiting.push(sequence)
         plan.preempted.append(Preemption(sequence.sequence_id, mode, block_ids))
         self._log.add(sequence, "preempted", mode=mode, tokens=sequence.num_tokens, cause=cause, blocks=len(block_ids))
+
+    def _drop_held(self, plan: StepPlan, but: Sequence | None = None) -> bool:
+        """Take the device blocks that the last swapped sequence holds; it is to be recomputed. False if none holds any.
+
+        For when nothing else is left to give way: what is held may never keep the others from going on.
+        """
+        for sequence_id in reversed(self.kv.swap.holders):
+            if but is None or sequence_id != but.sequence_id:
+                sequence = self.sequences[sequence_id]
+                block_ids = self._drop_swapped(sequence)
+                plan.preempted.append(Preemption(sequence_id, "recompute", tuple(block_ids)))
+                self._log.add(sequence, "dropped_swap", blocks=len(block_ids))
+                return True
+        return False
+
+    def drop_all_swapped(self) -> None:
+        """After a step that failed: what it moved may hold nothing, so all that is swapped is to be recomputed."""
+        for sequence_id in self.kv.swap.tables:
+            self._drop_swapped(self.sequences[sequence_id])
+
+    def _drop_swapped(self, sequence: Sequence) -> list[int]:
+        sequence.num_computed_tokens = 0
+        return self.kv.drop_swapped(sequence.sequence_id)
 
     def _exhaust(self, sequence: Sequence, plan: StepPlan) -> None:
         """End a sequence that has the pool for itself and still needs more."""
@@ -172,6 +208,7 @@ class Lifecycle:
             block_ids = self._release(sequence)
         elif self.waiting.waits(sequence):
             self.waiting.remove(sequence)
+            block_ids = self.kv.drop_swapped(sequence.sequence_id)
         return self._end(sequence, reason, block_ids)
 
     def _end(self, sequence: Sequence, reason: FinishReason, block_ids: list[int], stays: bool = False) -> Finish:

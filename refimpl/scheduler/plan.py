@@ -34,6 +34,8 @@ class StepPlan:
         self.num_new_tokens: list[int] = []
         self.admitted: list[Admission] = []
         self.restarted: list[int] = []
+        self.swapped_out: list[tuple[int, int]] = []
+        self.swapped_in: list[tuple[int, int]] = []
         self.new_blocks: list[NewBlocks] = []
         self.copies: list[BlockCopy] = []
         self.prefix_hits: list[PrefixHit] = []
@@ -105,6 +107,8 @@ class StepPlan:
             batch=last if same else Batch(last.version + 1, *rows),
             admitted=tuple(self.admitted),
             restarted=tuple(self.restarted),
+            swapped_out=tuple(self.swapped_out),
+            swapped_in=tuple(self.swapped_in),
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
             prefix_hits=tuple(self.prefix_hits),

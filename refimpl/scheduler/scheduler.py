@@ -15,7 +15,7 @@ from refimpl.request import Sequence, Status
 from refimpl.scheduler.lifecycle import Lifecycle
 from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
 from refimpl.scheduler.policies import Policy
-from refimpl.scheduler.preemption import choose_victim, view
+from refimpl.scheduler.preemption import PreemptionCosts, choose_victim, view
 from refimpl.scheduler.stopping import TextWatch, failure_of, stop
 
 
@@ -30,8 +30,9 @@ class Scheduler(Lifecycle):
         clock: Callable[[], float],
         policy: Policy | None = None,
         text: TextWatch | None = None,
+        costs: PreemptionCosts | None = None,
     ) -> None:
-        super().__init__(config, kv_cache_manager, clock, policy, text)
+        super().__init__(config, kv_cache_manager, clock, policy, text, costs)
         self.step = 0
         """The number of the next step."""
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -84,12 +85,11 @@ class Scheduler(Lifecycle):
                 update.token_ids.append(NO_TOKEN)
                 continue
             sequence.num_tokens_in_flight -= token_id != NO_TOKEN
-            update.advanced.append(sequence)
             if failure is not None:
                 update.token_ids.append(NO_TOKEN)
-                sequence.stop_reason = failure
-                update.finished.append(self._finish(sequence, "error"))
+                self._fail(sequence, failure, update)
                 continue
+            update.advanced.append(sequence)
             update.token_ids.append(token_id)
             sequence.token_ids.append(token_id)
             sequence.token_times.append(now)
@@ -102,6 +102,15 @@ class Scheduler(Lifecycle):
         update.decisions = self._log.take()
         self._log.step = self.step
         return update
+
+    def _fail(self, sequence: Sequence, reason: str, update: StepUpdate) -> None:
+        """End a sequence that cannot go on; where that is its prompt's doing, with all samples of the prompt."""
+        in_prompt = len(sequence.token_ids) == sequence.num_prompt_tokens
+        for one in sequence.request.sequences if in_prompt else [sequence]:
+            if not one.finished:
+                one.stop_reason = reason
+                update.advanced.append(one)
+                update.finished.append(self._finish(one, "error"))
 
     def _make_way(self, plan: StepPlan) -> None:
         """Where the policy lets a waiting sequence take a running one's place: the last in order gives way, one by one."""
@@ -149,6 +158,8 @@ class Scheduler(Lifecycle):
                 self._preempt(victim, plan, cause=f"{sequence.name} needs a block and goes first")
                 continue
             others = [other for other in self.running if other is not sequence]
+            if not others and self._drop_held(plan):
+                continue
             if any(other.ending for other in others) or (not others and sequence.num_tokens_in_flight):
                 self._log.wait(sequence, "waits_update")
             elif not others:
@@ -169,13 +180,19 @@ class Scheduler(Lifecycle):
             if self.running.full:
                 return self._log.wait(sequence, "waits_slot", slots=self.config.max_num_seqs)
             cached_blocks = self._match_prefix(sequence)
-            sequence.num_computed_tokens = len(cached_blocks) * self.kv.block_size
+            if sequence.sequence_id not in self.kv.swap:
+                sequence.num_computed_tokens = len(cached_blocks) * self.kv.block_size
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
             if not num_new_tokens:
                 return self._log.wait(sequence, "waits_budget", budget=self.config.max_num_batched_tokens)
             needed, free = self._needed_and_free(sequence, cached_blocks)
             if needed > free:
+                if not len(self.running) and self._drop_held(plan, but=sequence):
+                    continue
                 return self._wait_for_blocks(sequence, needed, max(0, free))
+            if sequence.sequence_id in self.kv.swap:
+                self._swap_in(sequence, num_new_tokens, plan)
+                continue
             allocation = self.kv.admit(
                 sequence.sequence_id,
                 sequence.num_computed_tokens + num_new_tokens,
@@ -187,12 +204,26 @@ class Scheduler(Lifecycle):
             self._admit(sequence, num_new_tokens, allocation, plan, cached_blocks)
         return None
 
+    def _swap_in(self, sequence: Sequence, num_new_tokens: int, plan: StepPlan) -> None:
+        """Bring a swapped sequence back, whose blocks were counted: it goes on where it was."""
+        computed = sequence.num_computed_tokens
+        back = self.kv.swap_in(sequence.sequence_id, computed, computed + num_new_tokens)
+        assert back is not None, "the blocks were counted above"
+        allocation, transfers = back
+        plan.swapped_in += transfers
+        self.waiting.remove(sequence)
+        self._take_slot(sequence)
+        kept = self.kv.blocks_for(computed) - len(transfers)
+        self._log.add(sequence, "swapped_in", slot=sequence.slot or 0, moved=len(transfers), kept=kept)
+        plan.admit(sequence)
+        self._add(sequence, num_new_tokens, allocation, plan)
+
     def _next_to_admit(self) -> Sequence | None:
         return self.waiting.head()
 
     def _match_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that a sequence may begin with; none where all of the prompt must be computed."""
-        if not self.config.enable_kv_cache or sequence.reads_prompt:
+        """Cached blocks that a sequence may begin with; none where all of the prompt must be computed, or it is swapped."""
+        if not self.config.enable_kv_cache or sequence.reads_prompt or sequence.sequence_id in self.kv.swap:
             return []
         return self.kv.match_prefix(sequence.token_ids, sequence.request.cache_salt)
 
@@ -203,7 +234,10 @@ class Scheduler(Lifecycle):
         first chunk alone would soon be preempted again.
         """
         promised = sum(self.kv.blocks_missing(other.sequence_id, other.num_tokens) for other in self.running)
-        needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
+        if sequence.sequence_id in self.kv.swap:
+            needed = self.kv.blocks_to_resume(sequence.sequence_id, sequence.num_computed_tokens, sequence.num_tokens)
+        else:
+            needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
         return needed, self.kv.num_free_blocks_beside(cached_blocks) - promised - self._watermark()
 
     def _watermark(self) -> int:
@@ -304,5 +338,7 @@ class Scheduler(Lifecycle):
                     self._preempt(sequence, plan, cause=f"asked for by preempt_at({plan.step})", mode=mode)
 
     def preempt_at(self, step: int, request_id: str, mode: str = "recompute") -> None:
-        """For tests: force a preemption of a request's running samples when ``step`` is planned."""
+        """For tests: force a preemption of a request's running samples when ``step`` is planned. ``mode`` "swap" swaps
+        where the swap space has room.
+        """
         self._forced.setdefault(step, []).append((request_id, mode))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT, RowExtras
+from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT
 from refimpl.request import FinishReason, Sequence
+from refimpl.row_extras import RowExtras
 
 
 class TextWatch(Protocol):

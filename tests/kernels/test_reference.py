@@ -10,7 +10,9 @@ from transformers.models.llama import modeling_llama
 
 from refimpl.config import RopeConfig
 from refimpl.kernels import reference
-from refimpl.layers.rotary import RotaryEmbedding, inverse_frequencies
+from refimpl.layers.activation import SwiGLU
+from refimpl.layers.norm import RMSNorm
+from refimpl.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
 
 # One rounding to the dtype: half a unit in the last place, relative (epsilon / 2), and a little for the order of sums.
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -131,7 +133,7 @@ def test_rotary_is_llamas(ours, theirs, head_dim):
     expected = modeling_llama.apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos, sin)
     for x, turned in zip((query, key), expected, strict=True):
         # An angle of 2047 radians has 1.2e-4 between neighbouring float32 numbers.
-        assert_close(reference.rotary(x, *embedding(positions)), turned[0].transpose(0, 1), rtol=0, atol=2e-3)
+        assert_close(rotate(x, embedding(positions)), turned[0].transpose(0, 1), rtol=0, atol=2e-3)
 
 
 def test_gguf_divisors_stand_for_llama3_scaling():
@@ -141,12 +143,31 @@ def test_gguf_divisors_stand_for_llama3_scaling():
     assert_close(divided, scaled, rtol=3e-7, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_layers_turn_norm_and_gate_as_the_definitions_do(dtype):
+    """All heads in one product, queries and keys as slices of a wider tensor; up to the last bit, or a 16-bit rounding."""
+    rtol = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
+    embedding = RotaryEmbedding(RopeConfig(), 16, 64, dtype, torch.device("cpu"))
+    positions = torch.tensor([0, 3, 3, 63])
+    x = random(4, 5, 16, dtype=dtype)
+    expected = reference.rotary(x[:, :4], embedding.cos[positions], embedding.sin[positions])
+    assert_close(unchanged(rotate, x, embedding(positions))[:, :4], expected, rtol=rtol, atol=rtol)
+    norm = RMSNorm(16, 1e-5, dtype, torch.device("cpu"))
+    norm.weight.data = random(16, dtype=dtype)
+    assert_close(norm(x[:, 0]), reference.rms_norm(x[:, 0], norm.weight, 1e-5), rtol=rtol, atol=rtol)
+    mlp = SwiGLU(16, 8, dtype, torch.device("cpu"))
+    for linear in (mlp.gate_up_proj, mlp.down_proj):
+        linear.weight.data = random(*linear.weight.shape, dtype=dtype)
+    expected = mlp.down_proj(reference.silu_mul(mlp.gate_up_proj(x[:, 0])))
+    assert_close(mlp(x[:, 0]), expected, rtol=rtol, atol=8 * rtol)
+
+
 def test_rotary_products_see_distance_alone():
     embedding = RotaryEmbedding(RopeConfig(), 16, 512, torch.float64, torch.device("cpu"))
     query, key = random(1, 1, 16), random(1, 1, 16, seed=1)
 
     def product(i, j):
-        turned = [reference.rotary(x, *embedding(torch.tensor([p]))) for x, p in ((query, i), (key, j))]
+        turned = [rotate(x, embedding(torch.tensor([p]))) for x, p in ((query, i), (key, j))]
         return (turned[0] * turned[1]).sum()
 
     assert_close(product(300, 290), product(10, 0), rtol=1e-10, atol=1e-12)

@@ -1,11 +1,14 @@
 """Faults to plant in the scheduler and the cache: each is a function of a ``pytest.MonkeyPatch``."""
 
 import copy
+import dataclasses
 
 import msgspec
 import pytest
 
 from refimpl.cache import BlockPool, KVCacheManager, PrefixCache
+from refimpl.cache.shadow import ShadowExecutor
+from refimpl.cache.swap import SwapSpace
 from refimpl.errors import RefimplError
 from refimpl.scheduler import Scheduler
 from refimpl.scheduler.plan import StepPlan
@@ -193,7 +196,55 @@ def token_in_flight_drawn_again(patch):
     patch.setattr(Scheduler, "_preempt", preempt)
 
 
+def swap_without_a_copy(patch):
+    original = KVCacheManager.swap_out
+
+    def swap_out(self, sequence_id):
+        swapped = original(self, sequence_id)
+        return swapped and dataclasses.replace(swapped, transfers=swapped.transfers[1:])
+
+    patch.setattr(KVCacheManager, "swap_out", swap_out)
+
+
+def swaps_what_others_use(patch):
+    def to_move(self, block_ids, ref_counts):
+        return list(block_ids)
+
+    patch.setattr(SwapSpace, "to_move", to_move)
+
+
+def swap_in_to_other_blocks(patch):
+    original = KVCacheManager.swap_in
+
+    def swap_in(self, *arguments):
+        back = original(self, *arguments)
+        return back and (back[0], [(host, target) for (host, _), (_, target) in zip(back[1], back[1][::-1], strict=True)])
+
+    patch.setattr(KVCacheManager, "swap_in", swap_in)
+
+
+def host_blocks_leak(patch):
+    patch.setattr(KVCacheManager, "drop_swapped", lambda self, sequence_id: [])
+
+
+def swap_out_after_the_write(patch):
+    original = ShadowExecutor.run
+
+    def run(self, output):
+        out, output = output.swapped_out, msgspec.structs.replace(output, swapped_out=())
+        drawn = original(self, output)
+        self._copy(self._memory, self._host_memory, out)
+        return drawn
+
+    patch.setattr(ShadowExecutor, "run", run)
+
+
 PLANTED = [
+    swap_without_a_copy,
+    swaps_what_others_use,
+    swap_in_to_other_blocks,
+    host_blocks_leak,
+    swap_out_after_the_write,
     handed_out_twice,
     freed_while_shared,
     given_back_twice,

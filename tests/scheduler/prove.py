@@ -27,7 +27,7 @@ from refimpl.request import Request, Sequence
 CALLS = {"add": 4, "fork": 2, "abort": 1, "preempt": 1, "reset": 0.3, "step": 8}
 """How often each is called, against the others."""
 
-SEEN = ("calls", "audits", "walks", "copies", "prefix_hits", "evictions", "preempted", "forks", "aborted")
+SEEN = ("calls", "audits", "walks", "copies", "prefix_hits", "evictions", "preempted", "swapped_out", "forks", "aborted")
 """What is counted, in the order in which it is told."""
 
 
@@ -68,6 +68,9 @@ def random_driver(rng):
         options["prefix_index"] = rng.choice(["chained_hash", "token_tree"])
     if rng.random() < 0.1:
         options |= {"scheduler": "static", "static_drop_finished": rng.random() < 0.5}
+    if options["enable_kv_cache"] and "kv_cache_manager" not in options and rng.random() < 0.5:
+        mode = rng.choice(["swap", "swap", "auto"])
+        options |= {"num_host_blocks": rng.randint(1, 12), "swap_space": 1.0, "preemption_mode": mode}
     return Driver(num_blocks, block_size, depth=rng.randint(0, 1), prefix_cache=rng.random() < 0.7, **options)
 
 
@@ -91,6 +94,8 @@ def random_call(rng, driver):
     sequence = rng.choice(alive)
     if name == "fork":
         return name, {"parent": sequence, "max_tokens": rng.randint(1, 6)}
+    if name == "preempt":
+        return name, {"request": sequence.request, "mode": rng.choice(["swap", "recompute"])}
     return name, {"request": sequence.request}
 
 
@@ -130,7 +135,7 @@ def seen_in(driver):
     """What happened in a walk, counted."""
     seen = Counter(walks=1, calls=driver.num_calls, audits=driver.num_audits)
     for output in driver.outputs:
-        for what in ("copies", "prefix_hits", "preempted", "forks", "aborted"):
+        for what in ("copies", "prefix_hits", "preempted", "swapped_out", "forks", "aborted"):
             seen[what] += len(getattr(output, what))
     seen["evictions"] = driver.cache.stats.evictions if driver.cache else 0
     return seen

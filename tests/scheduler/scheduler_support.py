@@ -4,8 +4,9 @@ import itertools
 
 from refimpl.cache import KVCacheManager, audit
 from refimpl.config import SchedulerConfig
-from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, RequestMetrics
+from refimpl.outputs import NO_TOKEN, ModelRunnerOutput
 from refimpl.request import Request, Sequence
+from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler import Scheduler
 

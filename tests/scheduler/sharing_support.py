@@ -40,7 +40,7 @@ def expected_output(path, prompt, max_tokens):
 class Driver:
     """Adds, forks, aborts, preempts and steps; asserts after each that all three levels are clean. Keeps an event log."""
 
-    def __init__(self, num_blocks=20, block_size=4, depth=0, prefix_cache=True, **options):
+    def __init__(self, num_blocks=20, block_size=4, depth=0, prefix_cache=True, num_host_blocks=0, **options):
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": num_blocks * block_size, "watermark": 0}
         args = EngineArgs(block_size=block_size, enable_prefix_caching=prefix_cache, **limits | options)
         config = args.scheduler_config(args.max_model_len, num_blocks * block_size)
@@ -49,7 +49,7 @@ class Driver:
         def clock():
             return float(next(ticks))
 
-        self.kv = make_kv_cache_manager(args, num_blocks, config.max_model_len)
+        self.kv = make_kv_cache_manager(args, num_blocks, config.max_model_len, num_host_blocks)
         self.cache = self.kv.prefix_cache
         self.scheduler = make_scheduler(args, config, self.kv, (EOS,), clock, choose_policy(args.scheduling_policy))
         self.executor = ShadowExecutor(block_size, draw)
@@ -109,10 +109,10 @@ class Driver:
         with self.called():
             self.scheduler.abort(request)
 
-    def preempt(self, request):
+    def preempt(self, request, mode="recompute"):
         """When the next step is planned."""
         with self.called():
-            self.scheduler.preempt_at(self.scheduler.step, request.request_id)
+            self.scheduler.preempt_at(self.scheduler.step, request.request_id, mode)
 
     def reset(self):
         with self.called():
@@ -148,6 +148,7 @@ class Driver:
         counted = self.kv.num_free_blocks + self.kv.num_stranded_blocks
         free = len(snapshot.free_ids) + len(snapshot.cached_ids)
         assert counted == free, f"{counted} blocks count as free, and {free} are"
+        assert self.kv.swap.num_free == len(snapshot.host_free_ids)
         assert self.cache is None or len(self.cache) <= self.kv.num_blocks
         self.num_audits += 1
         COUNTS["audits"] += 1
@@ -161,6 +162,7 @@ class Driver:
         else:
             raise AssertionError(f"not done after {max_steps} steps")
         assert self.kv.num_free_blocks + self.kv.num_stranded_blocks == self.kv.num_blocks
+        assert self.kv.swap.num_free == self.kv.swap.num_blocks
         for request in self.requests.values():
             for sequence in request.sequences:
                 got = sequence.output_token_ids

@@ -77,7 +77,7 @@ def test_a_contiguous_cache_reserves_the_longest_context_and_admits_no_more():
     usage = driver.scheduler.usage()
     assert (usage.used_blocks, usage.filled_slots, usage.wasted_slots) == (24, 12, 84)
     assert usage.stranded_blocks == 1
-    assert story(driver.requests["4"]).count("waits: needs 6 block(s), 0 free") == 1
+    assert story(driver.requests["4"]).count("waits: needs 6 blocks, 0 free") == 1
     driver.run()
 
 
@@ -156,8 +156,8 @@ def test_a_static_batch_runs_to_its_end_before_anybody_comes_in():
     (first, second, third), outputs = run_batches([2, 7, 3])
     assert steps_of(first, outputs) == steps_of(second, outputs) == list(range(7)), "a finished row is computed to the end"
     assert steps_of(third, outputs) == [7, 8, 9]
-    assert "waits: a static batch runs to its end, 2 sequence(s) still" in story(third)
-    assert "leaves the static batch: 5 token(s) were computed after its end, for nobody" in story(first)
+    assert "waits: a static batch runs to its end, 2 sequences still" in story(third)
+    assert "leaves the static batch: 5 tokens were computed after its end, for nobody" in story(first)
 
 
 def test_finished_rows_can_be_dropped_and_their_place_stays_empty():

@@ -37,10 +37,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.integers(1, 5),
         budget=st.integers(5, 20),
         prefix_cache=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 2, 5, 20]),
     )
-    def make(self, num_blocks, block_size, depth, slots, budget, prefix_cache):
+    def make(self, num_blocks, block_size, depth, slots, budget, prefix_cache, num_host_blocks):
         limits = {"max_num_seqs": slots, "max_num_batched_tokens": budget}
-        self.driver = Driver(num_blocks, block_size, depth, prefix_cache, **limits)
+        if num_host_blocks:
+            limits |= {"swap_space": 1.0, "preemption_mode": "swap"}
+        self.driver = Driver(num_blocks, block_size, depth, prefix_cache, num_host_blocks, **limits)
         self.failed = False
 
     def call(self, name, *args, **kwargs):
@@ -79,9 +82,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.call("abort", data.draw(st.sampled_from(self.live())).request)
 
     @precondition(lambda self: self.live())
-    @rule(data=st.data())
-    def preempt_soon(self, data):
-        self.call("preempt", data.draw(st.sampled_from(self.live())).request)
+    @rule(data=st.data(), mode=st.sampled_from(["recompute", "swap"]))
+    def preempt_soon(self, data, mode):
+        self.call("preempt", data.draw(st.sampled_from(self.live())).request, mode)
 
     @rule(count=st.integers(1, 4))
     def step(self, count):
@@ -115,7 +118,8 @@ def test_a_failure_of_the_random_use_leaves_its_event_log(monkeypatch, tmp_path)
 
 def workload(depth):
     """Enough of everything that each fault has its chance."""
-    driver = Driver(num_blocks=10, block_size=4, depth=depth, max_num_seqs=4, max_num_batched_tokens=24)
+    swap = {"num_host_blocks": 8, "swap_space": 1.0, "preemption_mode": "swap"}
+    driver = Driver(num_blocks=10, block_size=4, depth=depth, max_num_seqs=4, max_num_batched_tokens=24, **swap)
     for round_number in range(6):
         stem = [3] * 6 + [round_number % 2] * 3
         driver.add(stem, n=3, max_tokens=8)
@@ -126,7 +130,7 @@ def workload(depth):
         if running:
             driver.fork(running[0], max_tokens=6)
             if round_number % 2:
-                driver.preempt(running[-1].request)
+                driver.preempt(running[-1].request, "recompute" if round_number == 3 else "swap")
         for _ in range(2):
             driver.step()
         driver.abort(driver.requests[str(len(driver.requests) - 1)])
@@ -140,6 +144,7 @@ def test_the_workload_of_the_planted_faults_is_clean_without_them(depth):
     assert driver.cache.stats.hits
     assert driver.cache.stats.evictions
     assert any(output.preempted for output in driver.outputs)
+    assert any(output.swapped_in for output in driver.outputs)
     assert any(output.forks for output in driver.outputs)
 
 

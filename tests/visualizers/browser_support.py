@@ -20,11 +20,11 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 MISSING = [] if CHROMIUM else ["no chromium, chromium-browser or google-chrome on PATH"]
 MISSING += [f"{name} is not installed" for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
 
-PATIENCE = 30_000
+PATIENCE = 120_000
 """Milliseconds: for a busy machine. Nothing here waits that long when all is well."""
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync"
-IGNORED = ("favicon.ico", ".map")
+IGNORED = ("favicon.ico", ".map", "colab-badge.svg")
 """Ends of addresses whose absence is nobody's fault; any other console error fails the test."""
 SERVER = {
     "IdentityProvider": {"token": ""},
@@ -70,6 +70,34 @@ def lab(folder, home):
             _wait_for_group(process.pid)
 
 
+@contextlib.contextmanager
+def chromium(profile):
+    """A browser without a window; yields its context, in which pages are opened."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch_persistent_context(
+            profile, executable_path=CHROMIUM, headless=True, viewport={"width": 1500, "height": 1400}, args=QUIET.split()
+        )
+        with contextlib.closing(browser):
+            yield browser
+
+
+def wait_until(true, seconds=PATIENCE / 1000):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.05)
+
+
+def photograph(element, name):
+    """Take a screenshot; keep it in the folder of $REFIMPL_SCREENSHOTS, if that is set."""
+    picture = element.screenshot()
+    if place := os.environ.get("REFIMPL_SCREENSHOTS"):
+        Path(place).mkdir(parents=True, exist_ok=True)
+        (Path(place) / f"{name}.png").write_bytes(picture)
+
+
 def _wait_for(address, process, log):
     for _ in range(600):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api/status", timeout=5):
@@ -108,8 +136,29 @@ class Notebook:
     def open(self):
         """Load the page, or load it again."""
         self.page.goto(self.address, wait_until="domcontentloaded")
+        self.wait_for_kernel()
+
+    def wait_for_kernel(self):
+        """Wait until the page speaks to a kernel that has nothing to do."""
         self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']")
         self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for()
+
+    def add_cell(self):
+        """An empty code cell at the end."""
+        count = self.cells.count()
+        self.page.locator(".jp-Notebook .jp-Cell").last.click()
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("b")
+        self.cells.nth(count).wait_for()
+
+    def save(self):
+        self.page.keyboard.press("Control+s")
+        self.page.wait_for_selector(".lm-TabBar-tab.jp-mod-current:not(.jp-mod-dirty)")
+
+    def choose(self, menu, command):
+        """Click on a command in a menu."""
+        self.page.click(f".lm-MenuBar-itemLabel:text-is('{menu}')")
+        self.page.click(f"li[data-command='{command}']")
 
     @property
     def cells(self):
@@ -145,7 +194,12 @@ class Widget:
     """A live widget in a cell's output."""
 
     def __init__(self, cell):
-        self.cell, self.root = cell, cell.locator(".refimpl")
+        self.cell, self.root, self.page = cell, cell.locator(".refimpl"), cell.page
+
+    @property
+    def last(self):
+        """The last position of the log."""
+        return int(self.root.locator("input[type=range]").get_attribute("max"))
 
     def drawn(self):
         self.root.wait_for()

@@ -1,15 +1,12 @@
 """The live widgets in a real JupyterLab and a real browser: painted, stepped, held, loaded again."""
 
-import contextlib
 import json
-import os
 import random
 import re
 import time
-from pathlib import Path
 
 import pytest
-from browser_support import CHROMIUM, MISSING, PATIENCE, QUIET, Notebook, Widget, lab, write_notebook
+from browser_support import MISSING, Notebook, Widget, chromium, lab, photograph, wait_until, write_notebook
 
 from refimpl.visualizers.palette import DARK, LIGHT, hue
 
@@ -87,16 +84,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def notebook(folder, tmp_path_factory):
-    from playwright.sync_api import sync_playwright
-
     write_notebook(folder / "live.ipynb", FIRST, "")
-    with lab(folder, tmp_path_factory.mktemp("jupyter")) as address, sync_playwright() as playwright:
-        profile = tmp_path_factory.mktemp("profile")
-        browser = playwright.chromium.launch_persistent_context(
-            profile, executable_path=CHROMIUM, headless=True, viewport={"width": 1500, "height": 1400}, args=QUIET.split()
-        )
-        with contextlib.closing(browser):
-            yield Notebook(browser.pages[0], f"{address}/lab/tree/live.ipynb")
+    home, profile = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("profile")
+    with lab(folder, home) as address, chromium(profile) as browser:
+        yield Notebook(browser.pages[0], f"{address}/lab/tree/live.ipynb")
 
 
 @pytest.fixture(autouse=True)
@@ -108,17 +99,9 @@ def no_console_errors(request):
         assert not errors
 
 
-def wait_until(true, seconds=PATIENCE / 1000):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.05)
-
-
 def test_refimpl_lab_leads_to_a_painted_map_by_one_click_on_run_all(notebook, folder):
     assert (folder / "00_quickstart.ipynb").exists()
-    notebook.page.click(".lm-MenuBar-itemLabel:text-is('Run')")
-    notebook.page.click("li[data-command='runmenu:run-all']")
+    notebook.choose("Run", "runmenu:run-all")
     notebook.wait(notebook.cells.first)
     widget = Widget(notebook.cells.first).drawn()
     cached, free = widget.bottom_lines([1, 40])
@@ -143,7 +126,7 @@ def assert_pixels_are(widget, books, palette):
             assert colours == [palette["free" if block in books["free"] else "cached"]], block
 
 
-def test_the_map_has_the_colours_that_the_auditors_snapshot_names_in_light_and_dark(notebook, folder, tmp_path):
+def test_the_map_has_the_colours_that_the_auditors_snapshot_names_in_light_and_dark(notebook, folder):
     notebook.run(engine(60) + "add(6)\nsteps(100)\nllm.engine.abort(['request 1', 'request 5'])\nsteps(1)" + BOOKS)
     books = json.loads((folder / "books.json").read_text())
     assert books["preempted"]
@@ -151,15 +134,11 @@ def test_the_map_has_the_colours_that_the_auditors_snapshot_names_in_light_and_d
     widget = notebook.show("Dashboard(llm)")
     widget.at(books["steps"] - 1)
     assert_pixels_are(widget, books, LIGHT)
-    pictures = [Path(place) for place in (tmp_path, os.environ.get("REFIMPL_SCREENSHOTS")) if place]
     notebook.page.set_viewport_size({"width": 1500, "height": 2600})
     for theme, palette in (("light", LIGHT), ("dark", DARK)):
         assert_pixels_are(widget, books, palette)
         notebook.page.mouse.move(0, 0)  # no tip
-        picture = widget.root.screenshot()
-        for place in pictures:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"dashboard-{theme}.png").write_bytes(picture)
+        photograph(widget.root, f"dashboard-{theme}")
         widget.click("Light or dark")
         widget.has("data-theme", "dark" if theme == "light" else "light")
     notebook.page.set_viewport_size({"width": 1500, "height": 1400})
@@ -293,8 +272,7 @@ def test_a_reload_in_mid_run_brings_the_picture_back_and_it_goes_on(notebook, fo
     widget = notebook.show("Dashboard(llm)")
     widget.at(19)
     number = notebook.cells.count() - 2
-    notebook.page.keyboard.press("Control+s")
-    notebook.page.wait_for_selector(".lm-TabBar-tab.jp-mod-current:not(.jp-mod-dirty)")
+    notebook.save()
     notebook.open()
     widget = Widget(notebook.cells.nth(number)).drawn()
     widget.at(19)
@@ -302,6 +280,37 @@ def test_a_reload_in_mid_run_brings_the_picture_back_and_it_goes_on(notebook, fo
     assert widget.bottom_lines(blocks) == [[hue(LIGHT, books["owners"][str(block)][0])] for block in blocks]
     notebook.run("steps(3)")
     widget.at(22)
+
+
+def test_where_motion_is_reduced_a_log_is_played_at_two_steps_a_second(notebook):
+    notebook.page.emulate_media(reduced_motion="reduce")
+    widget = notebook.show(engine(60) + "add(3)\nsteps(20)\nDashboard(llm)")
+    speed = widget.root.locator("button[aria-label=Speed]")
+    assert speed.inner_text() == "8 steps/s"
+    widget.click("Play")
+    widget.root.locator("button", has_text="2 steps/s").wait_for()
+    widget.click("Pause")
+    widget.click("Speed")
+    widget.click("Step back")
+    widget.root.locator("button[aria-label=Play]").wait_for()
+    assert speed.inner_text() == "2 steps/s"
+    notebook.page.emulate_media(reduced_motion="no-preference")
+
+
+def test_captions_are_the_pictures_text_and_tab_goes_from_the_transport_through_the_figures(notebook):
+    widget = notebook.show(engine(60) + "add(3)\nsteps(20)\nDashboard(llm)")
+    for figure in widget.root.locator("figure").all():
+        caption = figure.locator("figcaption").inner_text()
+        pictures = figure.locator("[role=img], [role=group]").all()
+        assert pictures, caption
+        assert caption in [picture.get_attribute("aria-label") for picture in pictures]
+    assert widget.root.locator("canvas:not([role=img]):not([aria-hidden=true])").count() == 0
+    reached = widget.root.evaluate(
+        "root => [...root.querySelectorAll('button:not([hidden]), input, [tabindex='0']')].map((el) => el.tagName)"
+    )
+    assert reached[:2] == ["BUTTON", "BUTTON"]
+    assert reached.index("INPUT") < reached.index("CANVAS")
+    assert "BUTTON" not in reached[reached.index("CANVAS") :]
 
 
 def test_two_dashboards_of_one_engine_and_one_shown_twice_show_the_same_step(notebook):

@@ -118,6 +118,35 @@ def test_nothing_is_sent_before_a_browser_says_hello_and_then_all_of_it(log, sho
     assert {kind for _, kind in frames[0]["marks"]} == {"arrival", "copy", "preemption"}
 
 
+def test_a_page_that_cannot_speak_while_a_cell_runs_is_sent_all_of_it_until_it_does(engine, shown, monkeypatch):
+    monkeypatch.setattr("refimpl.visualizers.view.UNHEARD", 0.0)
+    add(engine)
+    engine.step()
+    view = shown(engine)
+    view._draw()
+    assert view.sent == [], "nobody has displayed it"
+    view._repr_mimebundle_()
+    for position in (1, 2):
+        engine.step()
+        until(lambda at=position: view.sent and view.sent[-1][0]["transport"]["position"] == at)
+    assert all(message["whole"] for message, _ in view.sent)
+    tell(view, type="hello")
+    engine.step()
+    until(lambda: view.sent[-1][0]["transport"]["position"] == 3)
+    assert not view.sent[-1][0]["whole"]
+
+
+def test_a_page_that_has_not_spoken_is_sent_a_frame_now_and_then_only(engine, shown, monkeypatch):
+    monkeypatch.setattr("refimpl.visualizers.view.UNHEARD", 1e9)
+    add(engine)
+    view = shown(engine)
+    view._repr_mimebundle_()
+    view._sent_unheard = time.monotonic()
+    drive(engine)
+    view._draw()
+    assert view.sent == []
+
+
 def test_what_is_sent_of_every_figure_is_json_and_bytes(log, shown):
     view = shown(log, Dashboard)
     tell(view, type="hello")

@@ -250,7 +250,7 @@
     title: "BatchTimeline",
     question: "Why did this request wait?",
     mount(el, ui) {
-      const whole = h("canvas", { class: "tl-whole" }), base = h("canvas", { tabindex: "0", role: "img" }), over = h("canvas", { class: "over", "aria-hidden": "true" });
+      const whole = h("canvas", { class: "tl-whole", "aria-hidden": "true" }), base = h("canvas", { tabindex: "0", role: "img" }), over = h("canvas", { class: "over", "aria-hidden": "true" });
       const tip = h("div", { class: "tip tl-tip" }), box = h("div", { class: "tl" }, base, over, tip), below = h("div", { class: "tl-below" });
       el.append(whole, box, below);
       let p = null, g = null, size = [0, 0], perStep = 1, hover = null, cursor = null;

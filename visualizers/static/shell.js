@@ -4,6 +4,8 @@
 // onCard(callback) }. It draws what it is sent, and decides nothing.
 
 const SPEEDS = [2, 8, 20, 60];
+const END = 8;  // half a thumb: what the scrubber leaves free at either end, as a native range does
+const QUIET = 400; // milliseconds without a frame
 
 const ICONS = {
   back: "M2 2h2v10H2zM12 2v10L5 7z", forward: "M10 2h2v10h-2zM2 2v10l7-5z", play: "M3 1.5v11l9-5.5z", pause: "M3 2h3v10H3zM8 2h3v10H8z",
@@ -18,6 +20,12 @@ function pageTheme() {
   if (body.classList.contains("vscode-dark") || root.getAttribute("theme") === "dark") return "dark";
   if (body.classList.contains("vscode-light") || root.getAttribute("theme") === "light") return "light";
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+/** A reason as HTML: who and what in bold, up to the first pause; the numbers behind it plain. */
+function reason([who, what]) {
+  const end = who ? what.search(/[,:;](?= )|$/) : 0;
+  return (who ? `<b>${escapeHtml(`${who} ${what.slice(0, end)}`)}</b>` : "") + escapeHtml(what.slice(end));
 }
 
 /** The transport bar; `act(message)` sends to Python. Returns update(transport, marks). */
@@ -42,7 +50,7 @@ function mountTransport(root, act, toggleTheme) {
       button("Step back", "Step back (←)", icon("back"), { type: "step", delta: -1 }), play,
       button("Step forward", "Step forward; at the end, let the engine take a step (→)", icon("forward"), { type: "step", delta: 1 }),
       now, scrub, live, hold, speed,
-      button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> next <kbd>p</kbd>', { type: "next_preemption" }),
+      button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> <span>next<span class="more"> preemption</span></span> <kbd>p</kbd>', { type: "next_preemption" }),
       button("Light or dark", "Light or dark (t)", icon("theme"), toggleTheme)), why);
   root.append(bar);
   let state = { position: -1, first: 0, count: 0, playing: false, speed: 8, held: false }, marks = [], note = null;
@@ -53,9 +61,9 @@ function mountTransport(root, act, toggleTheme) {
 
   function drawTicks(P) {
     const width = scrubWidth || (scrubWidth = scrub.clientWidth), c = context(ticks, width, 34), span = state.count - 1 - state.first;
-    const X = (k) => (span > 0 ? (Math.max(0, k - state.first) / span) * width : 0);
-    c.fillStyle = P.rule; c.fillRect(0, 16, width, 3);
-    c.fillStyle = P.ink; c.fillRect(0, 16, X(Math.max(0, state.position)), 3);
+    const X = (k) => END + (span > 0 ? (Math.max(0, k - state.first) / span) * (width - 2 * END) : 0);
+    c.fillStyle = P.rule; c.fillRect(END, 16, width - 2 * END, 3);
+    c.fillStyle = P.ink; c.fillRect(END, 16, X(Math.max(0, state.position)) - END, 3);
     for (const [position, kind] of marks) {
       const x = X(position);
       if (kind === "arrival") { c.fillStyle = P.ink3; c.fillRect(x, 23, 1, 6); }
@@ -75,7 +83,7 @@ function mountTransport(root, act, toggleTheme) {
       const gone = transport.gone ? `, the first ${fmt(transport.gone)} not kept` : "";
       const where = transport.step === null ? "No step yet" : `Step ${fmt(transport.step)}`;
       setHtml(now, `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}, ${transport.clock.toFixed(3)} s${gone}</span>`);
-      const reasons = "<em>Why?</em>" + transport.why.map(([who, what]) => (who ? `<b>${escapeHtml(who)}</b> ` : "") + escapeHtml(what)).join(". ").replace(/\.\.$/, ".");
+      const reasons = "<em>Why?</em>" + transport.why.map(reason).join(". ").replace(/\.\.$/, ".");
       setHtml(why, note === null ? reasons : `<em>Note</em>${escapeHtml(note)}`);
       why.setAttribute("aria-live", transport.playing || (transport.live && transport.drivable) ? "off" : "polite");
       setHtml(play, icon(transport.playing ? "pause" : "play"));
@@ -95,13 +103,18 @@ function mountTransport(root, act, toggleTheme) {
 function render({ model, el }) {
   const root = h("div", { class: "refimpl", tabindex: "-1" });
   el.append(root);
-  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = null;
+  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = null, quiet = 0;
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const mounted = {}, stale = new Set(), hidden = new Set();
   /** All figures are to be drawn anew. */
   const everything = () => { Object.keys(mounted).forEach((name) => stale.add(name)); schedule(); };
-  const act = (message) => model.send(message);
+  function act(message) {
+    if (calm && message.type === "speed") message = { type: "speed", speed: SPEEDS[0] };
+    if (calm && message.type === "play" && last && last.transport.speed > SPEEDS[0]) model.send({ type: "speed", speed: SPEEDS[0] });
+    model.send(message);
+  }
   const ui = {
-    palette: {}, width: 1216, pinned: null, theme, reducedMotion: matchMedia("(prefers-reduced-motion: reduce)").matches,
+    palette: {}, width: 1216, pinned: null, theme, reducedMotion: calm,
     send: act, pin: (request) => act({ type: "pin", request }), seek: (position) => act({ type: "seek", position }),
     redraw: () => everything(), cardListeners: [], onCard(callback) { this.cardListeners.push(callback); },
   };
@@ -124,24 +137,27 @@ function render({ model, el }) {
   }
   applyTheme();
 
-  function draw() {
-    queued = false;
+  function draw(_now, all = false) {
+    if (!all) queued = false;
     if (!last || !root.isConnected) return;
     if (!ui.palette.bg) applyTheme();  // the styles were not there yet when the view was made
     width ??= root.clientWidth;
     const room = Math.max(320, Math.min(1216, width - 24));
     if (room !== ui.width) act({ type: "width", width: (ui.width = room) });
+    root.classList.toggle("wide", ui.width >= 1000);
     if (ui.pinned !== last.transport.pinned) { ui.pinned = last.transport.pinned; Object.keys(mounted).forEach((name) => stale.add(name)); }
     if (transport) transport.draw(last.transport, ui.palette);
     if (width === 0) return;
     for (const name of [...stale]) {
       const picture = last.pictures[name], { caption, drawing } = mounted[name];
-      if (!picture || hidden.has(name)) continue;
+      if (!picture || (hidden.has(name) && !all)) continue;
       stale.delete(name);
       setHtml(caption, captionHtml(picture.caption));
       drawing.draw(picture);
     }
     root.dataset.position = last.transport.position;
+    clearTimeout(quiet);
+    if (stale.size) quiet = setTimeout(draw, QUIET, 0, true); // out of sight, but somebody may print the page
   }
   function schedule() { if (!queued) { queued = true; requestAnimationFrame(draw); } }
 
@@ -188,7 +204,7 @@ function render({ model, el }) {
   const themed = new MutationObserver(() => { applyTheme(); everything(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
   act({ type: "hello" });
-  return () => { [resized, steady, themed, watched].forEach((one) => one.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
+  return () => { clearTimeout(quiet); [resized, steady, themed, watched].forEach((one) => one.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
 }
 
 /** Keep the names of figures that are out of sight in `hidden`: they are drawn when they come near it, not with each frame. */

@@ -1,0 +1,132 @@
+"""BeamGroup: the search itself, as arithmetic on log-probabilities. Who computes them, and where, it does not know.
+
+A beam of width W keeps the W most probable texts. Each step every one of them proposes its most probable next tokens; of all
+these continuations the best ``candidates`` are looked at, in order. One that ends the text is a finished hypothesis if it is
+among the first W; the first W others go on. Log-probabilities are summed in float64, the rules are those of transformers'
+``num_beams`` (version 5).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from refimpl.beam_params import BeamSearchParams
+
+Proposals = Sequence[tuple[int, float]]
+"""Next tokens of one beam with their log-probabilities, the most probable first."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A beam and its next token."""
+
+    beam: int
+    """Of those that ran."""
+    token_id: int
+    logprob: float
+    """Sum of the log-probabilities of all its output tokens."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished text."""
+
+    token_ids: tuple[int, ...]
+    """Its output tokens, the one that ended it included."""
+    logprob: float
+    """Sum of their log-probabilities."""
+    score: float
+    reason: str
+    """stop or length."""
+
+
+class BeamGroup:
+    """The state of one search.
+
+    Args:
+        params: how to search.
+        max_tokens: the most output tokens, where the context ends before ``params.max_tokens``.
+        num_stop_ids: ids that end a text; so many more continuations a beam are looked at, so that W are left to go on.
+
+    """
+
+    def __init__(self, params: BeamSearchParams, max_tokens: int, num_stop_ids: int) -> None:
+        self.params = params
+        self.width = params.beam_width
+        self.max_tokens = max_tokens
+        self.num_candidates = max(2, 1 + num_stop_ids) * self.width
+        """Proposals that a beam must make, and continuations that are looked at."""
+        self.finished: list[Hypothesis] = []
+        """The best ``width`` finished ones, best first."""
+        self.done = False
+        self._outputs: list[tuple[int, ...]] = [()]
+        """What each running beam has drawn, best first."""
+        self._logprobs: list[float] = [0.0]
+
+    def advance(self, proposals: Mapping[int, Proposals], ends: Callable[[int, int], bool]) -> list[Continuation]:
+        """Take one step: from the proposals of each running beam to the beams that run from here on, best first.
+
+        Args:
+            proposals: by beam, as they were returned last (at first there is one).
+            ends: whether a beam's text ends with a token.
+
+        Returns:
+            The next beams; none when the search is done.
+
+        """
+        best = self._best(proposals)
+        length = len(self._outputs[0]) + 1
+        at_limit = length >= self.max_tokens
+        going, ended = [], []
+        for rank, continuation in enumerate(best):
+            stops = ends(continuation.beam, continuation.token_id)
+            if (stops or at_limit) and rank < self.width:
+                ended.append(self._hypothesis(continuation, length, "stop" if stops else "length"))
+            if not stops and not at_limit:
+                going.append(continuation)
+        if not (self.params.early_stopping is True and len(self.finished) == self.width):
+            self.finished = heapq.nlargest(self.width, self.finished + ended, key=lambda hypothesis: hypothesis.score)
+        going = going[: self.width]
+        self._outputs = [(*self._outputs[c.beam], c.token_id) for c in going]
+        self._logprobs = [c.logprob for c in going]
+        self.done = not going or self._cannot_improve(length)
+        return [] if self.done else going
+
+    def give_up(self, reason: str = "length") -> None:
+        """End the search here: the beams that run become hypotheses as they are, where there are too few finished ones."""
+        running = [
+            Hypothesis(output, logprob, self._score(logprob, len(output)), reason)
+            for output, logprob in zip(self._outputs, self._logprobs, strict=True)
+        ]
+        self.finished = (self.finished + sorted(running, key=lambda h: -h.score))[: self.width]
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        self.done = True
+
+    def _best(self, proposals: Mapping[int, Proposals]) -> list[Continuation]:
+        every = [
+            Continuation(beam, token_id, self._logprobs[beam] + logprob)
+            for beam in range(len(self._outputs))
+            for token_id, logprob in proposals[beam]
+        ]
+        # Where sums tie, the better beam's goes first, then the lower id.
+        every.sort(key=lambda c: (-c.logprob, c.beam, c.token_id))
+        return every[: self.num_candidates]
+
+    def _hypothesis(self, continuation: Continuation, length: int, reason: str) -> Hypothesis:
+        output = (*self._outputs[continuation.beam], continuation.token_id)
+        return Hypothesis(output, continuation.logprob, self._score(continuation.logprob, length), reason)
+
+    def _score(self, logprob: float, length: int) -> float:
+        return float(logprob / length**self.params.length_penalty) if length else logprob
+
+    def _cannot_improve(self, length: int) -> bool:
+        """Whether ``width`` hypotheses are finished, and no running beam is hoped to score higher."""
+        if len(self.finished) < self.width:
+            return False
+        if self.params.early_stopping is True:
+            return True
+        longest = self.params.early_stopping == "never" and self.params.length_penalty > 0
+        best_possible = self._score(self._logprobs[0], self.max_tokens if longest else length)
+        return best_possible <= self.finished[-1].score

@@ -1,0 +1,97 @@
+"""SimulatedExecutor: steps take the time that the roofline says, on a clock that only they move."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from refimpl.executor.model_free import ModelFreeExecutor
+from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from refimpl.simulate.deployment import Deployment
+from refimpl.simulate.roofline import StepWork
+
+
+class VirtualClock:
+    """Seconds since the start of a simulation. Called, it tells the time; it never goes back."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+    def advance_to(self, time: float) -> None:
+        """Let the time pass until then; nothing happens if it has passed."""
+        self.now = max(self.now, time)
+
+
+class _Timed(Future[ModelRunnerOutput]):
+    """A step's outcome, known here and now, but not before its time: who waits for it lets the clock run until then.
+
+    It is made without the locks of its parent, which nobody else could ever wait for.
+    """
+
+    def __init__(self, outcome: ModelRunnerOutput, clock: VirtualClock, time: float) -> None:
+        self._outcome, self._clock, self._time = outcome, clock, time
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        """The outcome, once it is time."""
+        self._clock.advance_to(self._time)
+        return self._outcome
+
+
+class SimulatedExecutor(ModelFreeExecutor):
+    """An :class:`~refimpl.executor.executor.Executor` without a device: tokens are seeded, time is arithmetic.
+
+    Steps run one after the other, each from the moment when it is submitted or the one before it ends.
+
+    Args:
+        deployment: what is simulated.
+        num_blocks: usable blocks of its KV cache.
+        block_size: tokens in one.
+        clock: moved on by whoever waits for a step.
+
+    """
+
+    def __init__(self, deployment: Deployment, num_blocks: int, block_size: int, clock: VirtualClock) -> None:
+        vocab_size = deployment.model.vocab_size
+        super().__init__(num_blocks, vocab_size, first_token=min(1_000, vocab_size // 2))
+        self.block_bytes = deployment.block_bytes(block_size)
+        self.weight_bytes = deployment.roofline.weight_bytes
+        self.device_name = deployment.name
+        self.busy_seconds = 0.0
+        """Of all steps so far, together."""
+        self.memory_bound_seconds = 0.0
+        """Of those whose bytes take longer than their operations."""
+        self._roofline = deployment.roofline
+        self._clock = clock
+        self._free_at = 0.0
+
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Order a step; its future moves the clock to the step's end when it is waited for."""
+        outcome = self.run(scheduler_output)
+        work = self._work(scheduler_output, outcome)
+        times = self._roofline.times(work)
+        seconds = times.seconds
+        self.busy_seconds += seconds
+        if times.memory >= times.compute:
+            self.memory_bound_seconds += seconds
+        self._free_at = max(self._clock.now, self._free_at) + seconds
+        return _Timed(outcome, self._clock, self._free_at)
+
+    def _work(self, output: SchedulerOutput, outcome: ModelRunnerOutput) -> StepWork:
+        """Counts of a step that was just run. A row of no new tokens shares the logits, and so the reads, of another."""
+        batch = output.batch
+        contexts = [self.computed[slot] for slot in batch.slots]
+        tokens = batch.num_tokens
+        rows = len(contexts) - outcome.token_ids.count(NO_TOKEN)
+        if tokens == len(contexts) and 0 not in batch.num_new_tokens:
+            total = sum(contexts)
+            return StepWork(tokens, rows, total, total)  # all decode: one query sees its whole context
+        chunks = [(n, context) for n, context in zip(batch.num_new_tokens, contexts, strict=True) if n]
+        pairs = sum(n * context - n * (n - 1) // 2 for n, context in chunks)
+        return StepWork(tokens, rows, sum(context for _, context in chunks), pairs)

@@ -1,0 +1,82 @@
+"""What the simulator knows of models: their shapes, and how many bytes a weight takes in each format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from refimpl.config import ModelConfig, RopeConfig
+from refimpl.simulate.hardware import Hardware, nearest
+
+LLAMA_3_70B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=8_192,
+    intermediate_size=28_672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8_192,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0),
+    tie_word_embeddings=False,
+)
+LLAMA_3_8B = replace(LLAMA_3_70B, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32)
+MODELS = {"llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B}
+"""By name: the shapes of Hugging Face's ``meta-llama/Meta-Llama-3-8B`` and ``-70B``."""
+
+
+def find_model(name: str) -> ModelConfig:
+    """The shape of a model: one of ``MODELS``, or what the config.json of a checkpoint folder says (no weights are needed).
+
+    Raises:
+        CheckpointError: the folder's config.json is missing or damaged.
+        ConfigError: there is neither; the nearest names are named.
+        UnsupportedModelError: the folder holds a model of another family.
+
+    """
+    if Path(name).is_dir():
+        from refimpl.loading.hf_config import read_config  # knows which architectures can run, and so needs torch
+
+        return read_config(Path(name))
+    return nearest(name, MODELS, "a folder or model named")
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the matrices of the layers are stored and multiplied. Embeddings and the output head stay in 16 bits."""
+
+    name: str
+    bytes_per_weight: float
+    computes_in_fp8: bool = False
+    """Where the device can; elsewhere, and in all other formats, weights are widened to 16 bits first."""
+
+    def flops(self, hardware: Hardware) -> float:
+        """The device's peak rate for this format, in operations a second."""
+        fast = hardware.fp8_flops if self.computes_in_fp8 else None
+        return fast or hardware.flops
+
+
+_GROUP = 128
+FORMATS = {
+    "bfloat16": WeightFormat("bfloat16", 2),
+    "float16": WeightFormat("float16", 2),
+    "fp8": WeightFormat("fp8", 1, computes_in_fp8=True),
+    "awq": WeightFormat("awq", (4 + (16 + 4) / _GROUP) / 8),  # 4 bits, and a 16-bit scale and a 4-bit zero for each group
+}
+ALIASES = {"auto": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "int4": "awq"}
+
+
+def find_format(name: str) -> WeightFormat:
+    """The weight format of a name; ``auto`` is bfloat16.
+
+    Raises:
+        ConfigError: there is none; the nearest names are named.
+
+    """
+    return nearest(ALIASES.get(name.lower(), name), FORMATS, "dtype")
+
+
+KV_BYTES = {"auto": 2, "fp8": 1}
+"""Bytes of one value in the KV cache, by ``kv_cache_dtype``."""

@@ -1,0 +1,106 @@
+"""Tally: what a simulation adds up while it runs, and the figures that come of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from refimpl.outputs import SchedulerOutput
+from refimpl.recorder import PlanTime, Recorder
+from refimpl.request import Request
+from refimpl.scheduler import StepUpdate
+
+
+class Tally(Recorder):
+    """A recorder that also counts. What holds during a step is weighed by the step's time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.events.header = msgspec.structs.replace(self.events.header, started_at=0.0, clock="virtual")
+        self.steps = self.prompt_tokens = self.output_tokens = self.finished = 0
+        self.finished_by: Counter[str] = Counter()
+        self.preempted: Counter[str] = Counter()
+        """Preemptions by kind."""
+        self.peak_sequences = self.peak_blocks = self.peak_waiting = 0
+        self.last_end = 0.0
+        """Seconds: when the last step ended."""
+        self._num_blocks: int = self.events.header.config["num_blocks"]
+        self._padding: set[int] = set()
+        self._sequence_seconds = self._block_seconds = 0.0
+        self._first_tokens: list[float] = []
+        self._whole: list[float] = []
+        self._per_token: list[float] = []
+        self._gaps: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+
+    def record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
+        """Count a step, and write it down if anybody would see it."""
+        for ended in output.exhausted:
+            self._padding.discard(ended.sequence_id)
+        self._weigh(planned)
+        self.steps += not output.empty
+        for preemption in output.preempted:
+            self.preempted[preemption.mode] += 1
+        for ended in update.finished:
+            (self._padding.add if ended.stays else self._padding.discard)(ended.sequence_id)
+        super().record(output, update, planned)
+
+    def _weigh(self, planned: PlanTime) -> None:
+        """A step counts from when it is planned, or the step before it ends, to its end."""
+        now = self._clock()
+        seconds = now - max(planned.time, self.last_end)
+        self.last_end = now
+        sequences = planned.num_running - len(self._padding)
+        blocks = self._num_blocks - planned.num_free_blocks
+        self._sequence_seconds += sequences * seconds
+        self._block_seconds += blocks * seconds
+        self.peak_sequences = max(self.peak_sequences, sequences)
+        self.peak_blocks = max(self.peak_blocks, blocks)
+        self.peak_waiting = max(self.peak_waiting, planned.num_waiting)
+
+    def count(self, request: Request) -> None:
+        """Take in a request that has ended: its tokens, and when they came."""
+        [sequence] = request.sequences
+        metrics, times = request.metrics, sequence.token_times
+        self.finished += 1
+        self.finished_by[str(sequence.finish_reason)] += 1
+        self.prompt_tokens += sequence.num_prompt_tokens
+        self.output_tokens += len(times)
+        if metrics.first_token_time is not None and metrics.finished_time is not None:
+            self._first_tokens.append(metrics.first_token_time - metrics.arrival_time)
+            self._whole.append(metrics.finished_time - metrics.arrival_time)
+            self._gaps.append(np.diff(np.asarray(times)))
+            if len(times) > 1:
+                self._per_token.append((times[-1] - times[0]) / (len(times) - 1))
+
+    def figures(self) -> dict[str, Any]:
+        """Throughput in tokens a second, latencies in seconds, concurrency in sequences, use of the KV cache in shares."""
+        seconds = self.last_end
+        return {
+            "seconds": seconds,
+            "steps": self.steps,
+            "finished": self.finished,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "throughput": self.output_tokens / seconds if seconds else 0.0,
+            "total_throughput": (self.prompt_tokens + self.output_tokens) / seconds if seconds else 0.0,
+            "concurrency_mean": self._sequence_seconds / seconds if seconds else 0.0,
+            "concurrency_peak": self.peak_sequences,
+            "waiting_peak": self.peak_waiting,
+            **_percentiles("ttft", self._first_tokens),
+            **_percentiles("itl", np.concatenate(self._gaps) if self._gaps else []),
+            **_percentiles("tpot", self._per_token),
+            **_percentiles("latency", self._whole),
+            "kv_use_mean": self._block_seconds / seconds / self._num_blocks if seconds else 0.0,
+            "kv_use_peak": self.peak_blocks / self._num_blocks,
+            "preemptions": dict(sorted(self.preempted.items())),
+        }
+
+
+def _percentiles(name: str, seconds: Any) -> dict[str, float | None]:
+    """None where nothing was measured, such as the gaps of answers of one token."""
+    levels = (50, 90, 99)
+    found = np.percentile(seconds, levels).tolist() if len(seconds) else [None] * len(levels)
+    return {f"{name}_p{level}": value for level, value in zip(levels, found, strict=True)}
