@@ -94,8 +94,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
         self._closed = False
-        self.num_aborted = 0
-        """Requests that were aborted since the engine began."""
+        self.num_aborted = 0  # requests, since the engine began
 
     # ------------------------------------------------------------------ requests
 
@@ -254,9 +253,8 @@ class Engine:
         """What steps brought, as outputs. Nothing comes of requests that were aborted meanwhile."""
         news = [s for s in self._loop.take_news() if self._requests.get(s.request.request_id) is s.request]
         outputs, self._kept = self._kept + self._processor.process(news), []
-        for output in outputs:
-            if output.finished and output.request_id in self._requests:
-                self._retire(self._requests[output.request_id])
+        for request_id in [o.request_id for o in outputs if o.finished and o.request_id in self._requests]:
+            self._retire(self._requests[request_id])
         return outputs
 
     def keep_for_next_step(self, outputs: list[RequestOutput]) -> None:
@@ -265,9 +263,7 @@ class Engine:
             self._kept += outputs
 
     def step_by_hand(self) -> None:
-        """For who watches: let the thread that is held at the gate take one step, or take one in this thread, past the gate.
-
-        What the step brings is returned by the next call of ``step``. This never waits at the gate.
+        """Let the thread held at the gate take a step, or take one here; the next ``step`` returns what it brings. No waiting.
 
         Raises:
             RefimplError: the engine is closed, or has nothing to do.
