@@ -253,7 +253,7 @@ class Engine:
         """What steps brought, as outputs. Nothing comes of requests that were aborted meanwhile."""
         news = [s for s in self._loop.take_news() if self._requests.get(s.request.request_id) is s.request]
         outputs, self._kept = self._kept + self._processor.process(news), []
-        for request_id in [o.request_id for o in outputs if o.finished and o.request_id in self._requests]:
+        for request_id in {output.request_id: None for output in outputs if output.finished}.keys() & self._requests.keys():
             self._retire(self._requests[request_id])
         return outputs
 
@@ -263,7 +263,7 @@ class Engine:
             self._kept += outputs
 
     def step_by_hand(self) -> None:
-        """Let the thread held at the gate take a step, or take one here; the next ``step`` returns what it brings. No waiting.
+        """Let the thread held at the gate take a step, or take one here. The next ``step`` returns what it brings.
 
         Raises:
             RefimplError: the engine is closed, or has nothing to do.
