@@ -253,8 +253,8 @@ class Engine:
         """What steps brought, as outputs. Nothing comes of requests that were aborted meanwhile."""
         news = [s for s in self._loop.take_news() if self._requests.get(s.request.request_id) is s.request]
         outputs, self._kept = self._kept + self._processor.process(news), []
-        for request_id in {output.request_id: None for output in outputs if output.finished}.keys() & self._requests.keys():
-            self._retire(self._requests[request_id])
+        for output in (one for one in outputs if one.finished and one.request_id in self._requests):
+            self._retire(self._requests[output.request_id])
         return outputs
 
     def keep_for_next_step(self, outputs: list[RequestOutput]) -> None:
