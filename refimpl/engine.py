@@ -91,8 +91,7 @@ class Engine:
         self._kept: list[RequestOutput] = []
         self._book = RequestBook()
         self._closed = False
-        self.num_aborted = 0
-        """Requests that were aborted since the engine began."""
+        self.num_aborted = 0  # requests, since the engine began
 
     # ------------------------------------------------------------------ requests
 
@@ -242,9 +241,7 @@ class Engine:
             self._kept += outputs
 
     def step_by_hand(self) -> None:
-        """For who watches: let the thread that is held at the gate take one step, or take one in this thread, past the gate.
-
-        What the step brings is returned by the next call of ``step``. This never waits at the gate.
+        """Let the thread held at the gate take a step, or take one here. The next ``step`` returns what it brings.
 
         Raises:
             RefimplError: the engine is closed, or has nothing to do.

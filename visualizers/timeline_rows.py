@@ -44,8 +44,6 @@ from refimpl.visualizers.timeline_runs import (
     Row,
 )
 
-__all__ = ["Column", "Timeline"]
-
 QUEUE_NOTED = 64
 """Of a long queue, only the first ones are."""
 _SAYS_NO_MORE = frozenset(("decoding",))
@@ -87,8 +85,7 @@ class Timeline:
         self._arrivals = Arrivals()
         self._holding: dict[int, Row] = {}
         """Rows that hold a slot, by index."""
-        self._queue: dict[int, Row] = {}
-        self._counts = [0] * len(STATES)  # rows in each state
+        self._queue, self._counts = dict[int, Row](), [0] * len(STATES)
         self._followers: dict[str, list[Row]] = {}
         """By request, samples that wait for their prompt."""
         self._late: list[Row] = []  # of sequences that have ended, without a slot
