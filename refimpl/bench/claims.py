@@ -186,8 +186,8 @@ def _table_latency(r: dict[str, Any]) -> tuple[str, str]:
     return (
         "simulated, ms: "
         + "; ".join(f"{text} {when}" for text, when in zip(shown, ("before, at 2.3 a second", "at 6", "at 8"), strict=True)),
-        "not together: a static batch makes all others wait for seconds; 210 ms are had at 6 a second with about 32 at once, "
-        "not with 180; and by Little's law 180 at 22 ms "
+        "not together: a static batch makes all others wait for seconds; 210 ms are had at 6 a second with about 32 at "
+        "once, not with 180; and by Little's law 180 at 22 ms "
         "would make 8,182 tokens/s, 40 at 38 ms 1,053",
     )
 
