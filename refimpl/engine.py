@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from refimpl.beam_params import BeamSearchParams
 from refimpl.cache import PrefixCacheStats, Violation, audit, make_kv_cache_manager
 from refimpl.cache.choose import check_parts
 from refimpl.cache.kv_cache import LayerKV
@@ -99,7 +100,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | list[int],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -118,7 +119,7 @@ class Engine:
         self.queue(self.prepare(request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt, user=user))
 
     def prepare(
-        self, request_id: str, prompt: str | list[int], sampling_params: SamplingParams, **options: Any
+        self, request_id: str, prompt: str | list[int], sampling_params: SamplingParams | BeamSearchParams, **options: Any
     ) -> PreparedRequest:
         """The first half of :meth:`add_request`, which raises what that one would: check and tokenise. Waits for no step."""
         if options.get("priority", 0) != 0 and self.scheduler.policy.name == "fcfs":

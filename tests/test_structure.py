@@ -20,6 +20,8 @@ LAYERS = [
         "errors",
         "shapes",
         "rope_config",
+        "beam_params",
+        "beam_group",
         "config",
         "sampling_params",
         "sampling_numbers",
@@ -40,6 +42,7 @@ LAYERS = [
     # The engine and its own helpers.
     {
         "engine",
+        "beam_intake",
         "engine_lock",
         "explain",
         "gate",
