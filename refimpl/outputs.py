@@ -123,7 +123,7 @@ class CacheChanges(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Why the scheduler did what it did to one sequence: a kind and its numbers (told by ``events.describe``)."""
+    """Why the scheduler did what it did to one sequence: a kind and its numbers (told by ``decision_texts.describe``)."""
 
     step: int
     time: float

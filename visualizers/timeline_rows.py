@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from refimpl.events import ArrivalRecord, RowKinds, StepRecord, describe
+from refimpl.decision_texts import describe
+from refimpl.events import ArrivalRecord, RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import (

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from refimpl import Engine, EngineArgs, SamplingParams
-from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, StepRecord, describe
+from refimpl.decision_texts import describe
+from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, StepRecord
 from refimpl.visualizers.batch_timeline import FIGURE, MOST_ROWS, SHOWN, columns_in, ticks, window
 from refimpl.visualizers.figure import Look, plain
 from refimpl.visualizers.history import History

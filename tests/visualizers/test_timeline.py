@@ -14,8 +14,9 @@ from sharing_support import Driver
 
 from refimpl import Engine, EngineArgs, SamplingParams
 from refimpl.cache.shadow import ShadowExecutor
+from refimpl.decision_texts import describe
 from refimpl.errors import RequestError
-from refimpl.events import ArrivalRecord, StepRecord, describe
+from refimpl.events import ArrivalRecord, StepRecord
 from refimpl.outputs import NO_TOKEN, Finish, Preemption
 from refimpl.visualizers.state import State
 from refimpl.visualizers.timeline_books import CAUSES, MEMORY, SLOT
