@@ -57,9 +57,12 @@ class Tally(Recorder):
         blocks = self._num_blocks - planned.num_free_blocks
         self._sequence_seconds += sequences * seconds
         self._block_seconds += blocks * seconds
-        self.peak_sequences = max(self.peak_sequences, sequences)
-        self.peak_blocks = max(self.peak_blocks, blocks)
-        self.peak_waiting = max(self.peak_waiting, planned.num_waiting)
+        if sequences > self.peak_sequences:
+            self.peak_sequences = sequences
+        if blocks > self.peak_blocks:
+            self.peak_blocks = blocks
+        if planned.num_waiting > self.peak_waiting:
+            self.peak_waiting = planned.num_waiting
 
     def count(self, request: Request) -> None:
         """Take in a request that has ended: its tokens, and when they came."""
