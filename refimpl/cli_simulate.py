@@ -142,6 +142,7 @@ def _setting(simulation: Simulation, source: str) -> dict[str, Any]:
         "seed": args.seed,
         "scheduler": args.scheduler,
         "kv_cache_manager": args.kv_cache_manager,
+        "preemption_mode": args.preemption_mode,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
@@ -190,6 +191,9 @@ def _rows(f: dict[str, Any], setting: dict[str, Any]) -> Iterator[tuple[str, str
     )
     kinds = ", ".join(f"{count:,} by {kind}" for kind, count in f["preemptions"].items())
     yield "preemptions", f"{sum(f['preemptions'].values()):,}", kinds
+    if f["num_host_blocks"]:
+        moved = f"{f['blocks_swapped_out']:,} blocks out, {f['blocks_swapped_in']:,} back, of {f['num_host_blocks']:,} there"
+        yield "swapping", f"{f['swap_seconds']:,.3f} s", moved
     yield "bound by memory", f"{f['memory_bound']:.0%}", "of the time computed; the rest by arithmetic"
     cost = f["cost_per_million_tokens"]
     where = f"a million output tokens; {f['price_per_gpu_hour']:.2f} a device and hour ({setting['price_source']})"

@@ -103,8 +103,8 @@ class LogHeader(msgspec.Struct, frozen=True):
     clock: str
     """What the times count: "monotonic" (a real engine) or "virtual" (a simulated one)."""
     config: dict[str, Any]
-    """The engine's numbers: model, block_size, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len, and, where
-    there is a model, device, weight_bytes and block_bytes (of a block over all layers)."""
+    """The engine's numbers: model, block_size, num_blocks, num_host_blocks, max_num_seqs, max_num_batched_tokens,
+    max_model_len, and, where there is a model, device, weight_bytes and block_bytes (of a block over all layers)."""
 
 
 class _Version(msgspec.Struct):

@@ -46,6 +46,7 @@ class Recorder:
             "model": model,
             "block_size": kv.block_size,
             "num_blocks": kv.num_blocks,
+            "num_host_blocks": kv.swap.num_blocks,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_model_len": config.max_model_len,

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from refimpl.visualizers import host_strip
 from refimpl.visualizers.blocks import NULL_BLOCK
 from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette, hue, mix, on
-from refimpl.visualizers.state import SequenceState, State
+from refimpl.visualizers.sequence_state import SequenceState
+from refimpl.visualizers.state import State
 
 CELL = struct.Struct("<IBBBx")
 """One block: the oldest owner's sequence id + 1 (0: none), owners, 255 times its fill, kind."""
@@ -38,7 +40,7 @@ class BlockMap:
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Cells as packed bytes (:data:`CELL`), and the sequences that own them."""
         state = history.state_at(position)
-        owners = [sequence for sequence in state.alive() if sequence.table]
+        owners = [sequence for sequence in state.alive() if state.device_blocks(sequence)]
         counts = state.counts()
         shared = {block: list(ids) for block, ids in state.shared_blocks(MOST_SHARED)}
         shared_of = Counter(chain.from_iterable(state.blocks.shared.values()))
@@ -50,6 +52,7 @@ class BlockMap:
             "shared": shared,
             "copies": [] if state.record is None else [[copy.source, copy.target] for copy in state.record.copies],
             "counts": counts,
+            "host": host_strip.strip(state),
             "sequences": {s.sequence_id: [s.letter, s.hue, s.request_id] for s in owners},
             "rows": [_row(s, state, shared_of[s.sequence_id]) for s in owners[:MOST_ROWS]],
             "more_rows": max(0, len(owners) - MOST_ROWS),
@@ -82,6 +85,10 @@ class BlockMap:
             sequence = picture["sequences"].get(owner - 1)
             body.append(_svg_cell(x, y, pitch - 3, KINDS[kind], owners, fill / 255, sequence, palette))
         height = 5 + -(-num_cells // columns) * pitch
+        if picture["host"]:
+            drawn, tall = host_strip.draw(picture["host"], height + 8, columns * pitch, palette)
+            body.append(drawn)
+            height += 8 + tall
         x = 28 + columns * pitch + 32
         counts = [*picture["counts"].items(), ("null block", 1)]
         for row, (name, number) in enumerate(counts):
@@ -104,22 +111,25 @@ def pack(state: State) -> bytes:
 
 def _row(sequence: SequenceState, state: State, shared: int) -> list[Any]:
     """Letter, hue, request, blocks, shared ones, tokens in them, empty slots."""
-    held = len(sequence.table) * state.block_size
+    num_blocks = len(state.device_blocks(sequence))
+    held = num_blocks * state.block_size
     tokens = min(sequence.num_computed_tokens, held)
-    return [sequence.letter, sequence.hue, sequence.request_id, len(sequence.table), shared, tokens, held - tokens]
+    return [sequence.letter, sequence.hue, sequence.request_id, num_blocks, shared, tokens, held - tokens]
 
 
 def _caption(state: State, counts: dict[str, int]) -> Caption:
     used = counts["owned"] + counts["shared"]
     if state.record is None:
         return [("Nothing has run yet: ", False), (f"all {count(state.num_blocks, 'block')} are free", True), (".", False)]
+    held = "hold running and swapped sequences" if state.swapped.tables else "hold running sequences"
     parts: Caption = [
         (f"{used:,} of {state.num_blocks:,}", True),
-        (f" blocks hold running sequences, {counts['shared']:,} of them shared; {counts['cached']:,} ", False),
+        (f" blocks {held}, {counts['shared']:,} of them shared; {counts['cached']:,} ", False),
         ("keep a prefix that no running sequence uses, and can be taken; ", False),
         (f"{counts['free']:,} {'is' if counts['free'] == 1 else 'are'} free.", False),
         (f" A cell fills from below as its {count(state.block_size, 'slot')} fill.", False),
     ]
+    parts += host_strip.told(state)
     if state.truncated:
         parts.append((" The log begins in the middle of the run: what ran before is not shown.", True))
     return parts

@@ -8,12 +8,14 @@ from weakref import WeakKeyDictionary
 
 from refimpl.events import StepRecord
 from refimpl.outputs import BlockCopy
+from refimpl.visualizers import host_strip
 from refimpl.visualizers.block_tables_svg import draw
 from refimpl.visualizers.copies import Copies
 from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette
-from refimpl.visualizers.state import SequenceState, State
+from refimpl.visualizers.sequence_state import SequenceState
+from refimpl.visualizers.state import State
 from refimpl.visualizers.words import names, readable
 
 MAX_TABLES = 4
@@ -41,14 +43,15 @@ class BlockTables:
         """The latest copy at or before ``position``; without one, up to four tables as they are."""
         copies = self._copies.setdefault(history, Copies())
         found = copies.latest(history, position)
+        swapped = host_strip.lines(history.state_at(position))
         if found is None:
-            return _tables_now(history.state_at(position))
+            return _tables_now(history.state_at(position)) | {"swapped": swapped}
         at, total = found
         drawn = self._latest.get(history)
         if drawn is None or drawn[0] != at:
             story = copies.before(history, at, lambda state, record, written: _story(state, record, written, total))
             drawn = self._latest[history] = at, story
-        return drawn[1]
+        return drawn[1] | {"swapped": swapped}
 
     def svg(self, picture: Picture, palette: Palette) -> str:
         """The panels side by side, and the tokens of the copied block below."""
@@ -111,7 +114,7 @@ def _panel(
     """Moment 0: after the fork. 1: a block is taken and copied into. 2: the writer has it and writes."""
     tables, ids = [], dict[int, None]()
     for sequence in shown:
-        table = list(sequence.table)
+        table = dict(state.device_blocks(sequence))
         own = sequence is writer
         if own and moment == 2:
             table[copy.index] = copy.target
@@ -131,15 +134,15 @@ def _panel(
     return {"tables": tables, "blocks": [*blocks, source, target], "block_size": state.block_size, "strong": copy.index}
 
 
-def _table(sequence: SequenceState, table: list[int], last: int, hot: bool = False) -> dict[str, Any]:
-    """A table's head, and its entry ``last``; what is left out shows by the indices."""
-    indices = [*range(min(HEAD, last)), last]
+def _table(sequence: SequenceState, table: dict[int, int], last: int, hot: bool = False) -> dict[str, Any]:
+    """A table's head, and its entry ``last``; what is left out, or on the host, shows by the indices."""
+    indices = [*(index for index in range(min(HEAD, last)) if index in table), last]
     return {
         "letter": sequence.letter,
         "name": readable(sequence.name),
         "request": sequence.request_id,
         "hue": sequence.hue,
-        "length": len(table),
+        "length": max(table) + 1,
         "entries": [[index, table[index]] for index in indices],
         "hot": last if hot else None,
     }
@@ -232,7 +235,7 @@ def _tables_now(state: State) -> Picture:
         nothing = "No requests yet." if state.record is None else f"No sequence holds a block at step {state.record.step}."
         return picture | {"caption": [(nothing, False), (" 0 blocks were copied so far.", True)]}
     assert state.record is not None
-    tables = [_table(sequence, sequence.table, len(sequence.table) - 1) for sequence in shown]
+    tables = [_table(sequence, dict(enumerate(sequence.table)), len(sequence.table) - 1) for sequence in shown]
     ids = dict.fromkeys(block_id for table in tables for _, block_id in table["entries"])
     blocks = [_block(state, block_id) for block_id in ids]
     counts = state.counts()

@@ -32,6 +32,10 @@ def draw(picture: Picture, palette: Palette) -> str:
     if picture["tokens"]:
         body += _tokens(picture, height + 14, palette)
         height += 52
+    for letter, number, _, words in picture["swapped"]:
+        body += text(0, height + 10, letter, hue(palette, number) if letter else palette["ink2"], size=12, weight=650)
+        body += text(8 * len(letter) + 8 if letter else 0, height + 10, words, palette["ink2"], size=12)
+        height += 20
     return document(WIDTH, height, body, plain(picture["caption"]))
 
 

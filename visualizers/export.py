@@ -103,8 +103,8 @@ def export_perfetto(source: Any, path: str | Path) -> None:
     """Write a trace for ui.perfetto.dev or chrome://tracing (gzipped if the name ends in .gz).
 
     Each sequence is a track of what it did, with the scheduler's reasons; preemptions and copies are marks on it. Counters
-    are the tokens of each step, blocks by use, and sequences that run and wait. Times are microseconds of the log. The
-    source is an LLM, an Engine, an EventLog, a History, or the path of a saved log.
+    are the tokens of each step, blocks by use, those of the swap space, and sequences that run and wait. Times are
+    microseconds of the log. The source is an LLM, an Engine, an EventLog, a History, or the path of a saved log.
 
     Raises:
         RefimplError: the source has no log, or the file cannot be made.
@@ -119,6 +119,8 @@ def export_perfetto(source: Any, path: str | Path) -> None:
     for column, one in zip(timeline.columns, history.records, strict=True):
         events += _copies(one)
         events += _counters(column, one, history.last.num_blocks)
+        if history.last.num_host_blocks:
+            events += _swap_counters(column, one, history.last.num_host_blocks)
     if history.records:
         events.append(_counter("tokens a step", history.records[-1].updated_at, {"prefill": 0, "decode": 0}))
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {k: str(v) for k, v in history.config.items()}}
@@ -204,6 +206,15 @@ def _counters(column: Column, one: StepRecord, num_blocks: int) -> list[Event]:
         _counter("tokens a step", at, tokens),
         _counter("blocks", at, {"used": used, "cached": column.cached, "free": num_blocks - used - column.cached}),
         _counter("sequences", at, {"running": one.num_running, "waiting": one.num_waiting}),
+    ]
+
+
+def _swap_counters(column: Column, one: StepRecord, num_host_blocks: int) -> list[Event]:
+    """The swap space after a step, and what the step moved."""
+    at, used = one.scheduled_at, column.on_host
+    return [
+        _counter("swap space", at, {"used": used, "free": num_host_blocks - used}),
+        _counter("blocks swapped", at, {"out": len(one.swapped_out), "in": len(one.swapped_in)}),
     ]
 
 

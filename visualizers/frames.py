@@ -35,7 +35,8 @@ def why(history: History, position: int) -> list[list[str]]:
     if state.record is None:
         return [["", "Nothing has run yet."]]
     sentences = state.sentences()
-    weight = {"preempted": 0, "exhausted": 0, "copied": 1, "forked": 2, "resumed": 3, "admitted": 3, "prefix_hit": 3}
+    weight = {"preempted": 0, "dropped_swap": 0, "exhausted": 0, "copied": 1, "forked": 2, "swapped_in": 3, "resumed": 3}
+    weight |= {"admitted": 3, "prefix_hit": 3}
     order = sorted(
         range(len(sentences)), key=lambda i: (weight.get(state.record.decisions[i].kind, 4) if state.record else 4, i)
     )

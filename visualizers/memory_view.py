@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from refimpl.visualizers import host_strip
 from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.history import History
 from refimpl.visualizers.memory_view_svg import draw
 from refimpl.visualizers.palette import Palette
-from refimpl.visualizers.state import SequenceState, State
+from refimpl.visualizers.sequence_state import SequenceState
+from refimpl.visualizers.state import State
 from refimpl.visualizers.words import names, percent, size
 
 MAX_HUES = 4
@@ -29,7 +31,8 @@ class MemoryView:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""
         state = history.state_at(position)
         sequences = [sequence for sequence in state.alive() if sequence.table]
-        holders, usage = _usage(state, sequences)
+        holding = [sequence for sequence in state.alive() if state.device_blocks(sequence)]
+        holders, usage = _usage(state, holding)
         reserves = bool(history.config.get("reserved_blocks"))
         run = max(1, -(-history.config["max_model_len"] // state.block_size))
         fit = min(len(sequences), state.num_blocks // run)
@@ -62,7 +65,7 @@ def _usage(state: State, sequences: Sequence[SequenceState]) -> tuple[list[Holde
     holders = list(chain.from_iterable(_holders(state, sequence, shared) for sequence in sequences))
     counts = state.counts()
     used = counts["owned"] + counts["shared"]
-    seen = sum(sequence.num_computed_tokens for sequence in sequences)
+    seen = sum(_tokens_here(state, sequence) for sequence in sequences)
     filled = sum(holder[3] for holder in holders)
     return holders, {
         "num_sequences": len(sequences),
@@ -73,6 +76,11 @@ def _usage(state: State, sequences: Sequence[SequenceState]) -> tuple[list[Holde
         "wasted_slots": used * state.block_size - filled,
         "shared_slots": seen - filled,
     }
+
+
+def _tokens_here(state: State, sequence: SequenceState) -> int:
+    """Of a swapped sequence, those in blocks that it holds on the device, which are the head of its table."""
+    return min(sequence.num_computed_tokens, len(state.device_blocks(sequence)) * state.block_size)
 
 
 def _shared(state: State) -> dict[int, list[tuple[int, int, tuple[int, ...]]]]:
@@ -91,7 +99,7 @@ def _holders(
 ) -> list[Holder]:
     """The shared blocks of which the sequence is the oldest owner, by who the others are, and its own ones."""
     size = state.block_size
-    filled, held = sequence.num_computed_tokens, len(sequence.table) * size
+    filled, held = _tokens_here(state, sequence), len(state.device_blocks(sequence)) * size
     groups: dict[tuple[int, ...], Holder] = {}
     for index, block_id, owners in shared.get(sequence.sequence_id, ()):
         filled -= min(size, max(0, sequence.num_computed_tokens - index * size))
@@ -218,6 +226,7 @@ def _caption(
             filled = usage["filled_slots"]
             seen = f"{filled + usage['shared_slots']:,} tokens of the sequences stand in {filled:,} slots."
             parts.append((f" Shared blocks are drawn once: {seen}", False))
+    parts += host_strip.told(state)
     if state.truncated:
         parts.append((" The log begins in the middle of a run: what ran before is not shown.", False))
     return parts

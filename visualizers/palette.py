@@ -6,7 +6,7 @@ tritanopia (a test holds the least distance). Hue never stands alone: a letter, 
 
 from __future__ import annotations
 
-from refimpl.visualizers.state import NEUTRAL
+from refimpl.visualizers.sequence_state import NEUTRAL
 
 FONT = 'Inter, "Segoe UI", system-ui, -apple-system, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, SFMono-Regular, "JetBrains Mono", Menlo, Consolas, monospace'

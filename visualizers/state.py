@@ -11,68 +11,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
 from refimpl.decision_texts import describe
 from refimpl.events import StepRecord
-from refimpl.outputs import NO_TOKEN, Decision, Finish
+from refimpl.outputs import NO_TOKEN, Decision, Finish, Preemption
 from refimpl.visualizers.blocks import Blocks, BlockState
+from refimpl.visualizers.sequence_state import NEUTRAL, NUM_HUES, SequenceState
+from refimpl.visualizers.swapped import Place, Swapped
 from refimpl.visualizers.words import letters
-
-Phase = Literal["waiting", "running", "preempted", "padding", "finished"]
-NUM_HUES = 8
-NEUTRAL = NUM_HUES
-"""The hue of the ninth request alive at once, and of all beyond: told apart by letter alone."""
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """One sequence as the log tells it."""
-
-    sequence_id: int
-    request_id: str
-    family: int
-    """The first sequence of its request: an id can be used again, this number is not."""
-    letter: str
-    """A short name for small cells: the request's letter, and ``·1`` for its second sample."""
-    name: str
-    """The name that people gave it: the request's id, and ``/1`` for its second sample."""
-    num_prompt_tokens: int
-    texts: list[str]
-    """Of tokens, as many as any state of the log has come to know: states share this list, which only grows."""
-    num_tokens: int
-    """How many are known at this moment."""
-    arrived_at: float
-    """Seconds of the log."""
-    arrived_step: int
-    phase: Phase = "waiting"
-    hue: int | None = None
-    """0 to 7, or ``NEUTRAL``; None before its first block."""
-    slot: int | None = None
-    table: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    num_preemptions: int = 0
-    parent: int | None = None
-    finish_reason: str | None = None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens that are known."""
-        return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def token_texts(self) -> list[str]:
-        """The texts of all tokens that are known."""
-        return self.texts[: self.num_tokens]
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more comes of it for its user."""
-        return self.phase in ("finished", "padding")
 
 
 class State:
@@ -97,6 +48,9 @@ class State:
         self.num_requests = 0
         self.num_finished = 0
         self.blocks = Blocks(self.num_blocks)
+        self.num_host_blocks: int = config.get("num_host_blocks", 0)
+        """Of the swap space."""
+        self.swapped = Swapped(self.blocks)
         self._ended: list[int] = []
         """Of the last record; the next one forgets them."""
         self._resting_hues = list(range(NUM_HUES))
@@ -124,6 +78,9 @@ class State:
             for index in range(computed // size, len(table)):
                 one, own = table[index], min(size, max(0, computed - index * size))
                 filled[one] = own if self.blocks.count(one) < 2 else self.block(one).fill
+        for sequence_id in self.swapped.tables:
+            for _, one in self.swapped.held(sequence_id):
+                filled[one] = self.block(one).fill
         return filled
 
     def num_owners(self, block_id: int) -> int:
@@ -138,6 +95,10 @@ class State:
         """Usable blocks by kind: owned by one, shared, cached, free. They sum to ``num_blocks``."""
         used, shared, cached = self.blocks.num_used, len(self.blocks.shared), self.blocks.num_cached
         return {"owned": used - shared, "shared": shared, "cached": cached, "free": self.num_blocks - used - cached}
+
+    def device_blocks(self, sequence: SequenceState) -> list[tuple[int, int]]:
+        """(index in its table, block) of all that a sequence owns on the device, swapped or not."""
+        return list(enumerate(sequence.table)) if sequence.table else self.swapped.held(sequence.sequence_id)
 
     def alive(self) -> list[SequenceState]:
         """Sequences that wait, run or pad a batch, in order of age."""
@@ -173,12 +134,15 @@ class State:
             self.blocks.unpublish_all()
         for finish in (*record.aborted, *record.exhausted):
             self._end(finish)
+        moved = dict(record.swapped_out)
+        self.swapped.move_out(moved)
         for preemption in record.preempted:
-            self._preempt(preemption.sequence_id)
+            self._preempt(preemption, moved)
         self.blocks.unpublish(record.cache_changes.evicted)
         for parent, child in record.forks:
             if child in self.sequences:
                 self.sequences[child].parent = parent
+        self.swapped.move_in({host_id: block_id for block_id, host_id in record.swapped_in})
         by_slot = dict(zip(record.slots, record.sequence_ids, strict=True))
         for sequence_id, slot, num_computed_tokens in record.admitted:
             by_slot[slot] = sequence_id
@@ -240,6 +204,7 @@ class State:
             self._arrive_unseen(sequence_id)
         if (sequence := self._living(sequence_id)) is None:
             return
+        self.swapped.drop(sequence_id)  # ``allocated`` says its whole table
         sequence.phase, sequence.slot, sequence.num_computed_tokens = "running", slot, num_computed_tokens
         if sequence.family not in self._hue_of:
             self._hue_of[sequence.family] = self._resting_hues.pop(0) if self._resting_hues else NEUTRAL
@@ -253,11 +218,18 @@ class State:
             sequence_id, name, sequence_id, f"?{sequence_id}", name, 0, [], 0, 0.0, 0
         )
 
-    def _preempt(self, sequence_id: int) -> None:
-        if (sequence := self._living(sequence_id)) is not None:
+    def _preempt(self, preemption: Preemption, moved: dict[int, int]) -> None:
+        """A running sequence gives way; or a swapped one loses its blocks, which was preempted before."""
+        if (sequence := self._living(preemption.sequence_id)) is None:
+            return
+        sequence.num_preemptions += sequence.sequence_id not in self.swapped
+        if preemption.mode == "swap":
+            self.swapped.put(sequence.sequence_id, sequence.table, moved)
+            sequence.table = []
+            sequence.phase, sequence.slot = "swapped", None
+        else:
             self._release(sequence)
             sequence.phase, sequence.slot, sequence.num_computed_tokens = "preempted", None, 0
-            sequence.num_preemptions += 1
 
     def _end(self, finish: Finish) -> None:
         if (sequence := self._living(finish.sequence_id)) is None:
@@ -283,6 +255,7 @@ class State:
                 self._resting_hues.append(hue)
 
     def _release(self, sequence: SequenceState) -> None:
+        self.swapped.drop(sequence.sequence_id)
         self.blocks.disown(sequence.sequence_id, sequence.table)
         sequence.table = []
 
@@ -302,7 +275,7 @@ class State:
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         books = {name: getattr(self, name).copy() for name in _BOOKS}
         alive = [replace(one, table=array("i", one.table)) for one in self.sequences.values()]  # type: ignore[arg-type]
-        return Kept(self.config, numbers, books, alive, self.blocks.findable())
+        return Kept(self.config, numbers, books, alive, self.swapped.keep(), self.blocks.findable())
 
     @classmethod
     def of(cls, kept: Kept) -> Self:
@@ -315,6 +288,7 @@ class State:
         for one in kept.alive:
             sequence = state.sequences[one.sequence_id] = replace(one, table=list(one.table))
             state.blocks.own(sequence.sequence_id, sequence.table, 0)
+        state.swapped.take(kept.swapped)
         state.blocks.publish_as(kept.findable)
         return state
 
@@ -332,5 +306,6 @@ class Kept:
     books: dict[str, Any]
     alive: list[SequenceState]
     """Their tables are packed."""
+    swapped: dict[int, tuple[Place, ...]]
     findable: Any
     """Of :meth:`refimpl.visualizers.blocks.Blocks.findable`."""

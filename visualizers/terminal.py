@@ -25,7 +25,8 @@ from refimpl.visualizers.figure import count
 from refimpl.visualizers.frames import why
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import DARK, LIGHT, Palette, on
-from refimpl.visualizers.state import NEUTRAL, SequenceState, State
+from refimpl.visualizers.sequence_state import NEUTRAL, SequenceState
+from refimpl.visualizers.state import State
 from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
 from refimpl.visualizers.timelines import timeline_of
@@ -94,10 +95,11 @@ def _header(history: History, state: State, width: int) -> str:
     counts, record = state.counts(), state.record
     used = counts["owned"] + counts["shared"]
     running = sum(sequence.phase == "running" for sequence in state.alive())
-    waiting = sum(sequence.phase in ("waiting", "preempted") for sequence in state.alive())
+    waiting = sum(sequence.phase in ("waiting", "preempted", "swapped") for sequence in state.alive())
+    swap = f", {state.swapped.num_used:,} of {state.num_host_blocks:,} in swap" if state.num_host_blocks else ""
     long = (
         f"step {record.step:,} of {history.records[-1].step:,} · {record.updated_at:,.3f} s · "
-        f"{used:,} of {state.num_blocks:,} blocks used, {counts['cached']:,} cached, {counts['free']:,} free · "
+        f"{used:,} of {state.num_blocks:,} blocks used, {counts['cached']:,} cached, {counts['free']:,} free{swap} · "
         f"{running:,} running, {waiting:,} waiting"
     )
     if history.first:
@@ -164,7 +166,7 @@ def _cells(state: State) -> list[Cell]:
     for sequence in state.alive():
         upper, lower = ((form, _hue_key(sequence.hue)) for form in _letter(sequence))
         full = sequence.num_computed_tokens // state.block_size
-        for index, block_id in enumerate(sequence.table):
+        for index, block_id in state.device_blocks(sequence):
             cells[block_id] = upper if index < full else lower
     for block_id, owners in state.shared_blocks(state.num_blocks):
         hues = {state.sequences[owner].hue for owner in owners}

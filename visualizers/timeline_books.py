@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from refimpl.events import StepRecord
+from refimpl.outputs import NO_TOKEN
 from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_runs import WAITS, Row
@@ -36,6 +37,8 @@ class Column(NamedTuple):
     """Blocks after the step."""
     shared: int
     cached: int
+    on_host: int
+    """Blocks of the swap space in use."""
     num_alive: int
     """Sequences in the step: they wait, run, or pad a batch."""
     num_requests: int
@@ -44,6 +47,11 @@ class Column(NamedTuple):
     num_preemptions: int
     waits: tuple[int, ...]
     """Steps that sequences have waited, by cause."""
+
+
+def batch_of(record: StepRecord) -> tuple[Any, ...]:
+    """What a record's batch does: two that are equal, the second without admissions, change the same rows alike."""
+    return record.sequence_ids, record.num_new_tokens, record.token_ids.count(NO_TOKEN)
 
 
 PAGE = 60

@@ -24,6 +24,7 @@ from refimpl.visualizers.timeline_books import (
     Holds,
     Presence,
     Waits,
+    batch_of,
     cause_of,
 )
 from refimpl.visualizers.timeline_overview import Overview
@@ -92,8 +93,7 @@ class Timeline:
         self._late: list[Row] = []  # of sequences that have ended, without a slot
         self._untold: dict[int, list[Decision]] = {}
         """Decisions about sequences whose arrival a later record tells."""
-        self._num_requests = self._num_preemptions = 0
-        self._last_preemption = -(10**9)  # its column
+        self._num_requests, self._num_preemptions, self._last_preemption = 0, 0, -(10**9)  # of the last, its column
         self._waits = Waits()
         self._steady: tuple[Any, ...] | None = None
         """The last record's batch, if another of the same rows would do the same."""
@@ -107,7 +107,7 @@ class Timeline:
     def _begin_with(self, state: CountingState) -> None:
         """Rows of all that are alive before the first column: what each did is known from there on."""
         self._num_requests = len({sequence.request_id for sequence in state.alive()})
-        phases = {"waiting": WAITING, "preempted": QUEUED, "padding": PADDING}
+        phases = {"waiting": WAITING, "preempted": QUEUED, "swapped": SWAPPED, "padding": PADDING}
         begun = {known.family for known in state.alive() if known.num_output_tokens}
         for known in state.alive():
             first = known.family == known.sequence_id
@@ -218,14 +218,18 @@ class Timeline:
                 found.hits.append(len(self))
 
     def _preempt(self, sequence_id: int, mode: str) -> None:
+        """A running sequence gives way; or a swapped one, which was preempted before, is to be recomputed."""
+        row = self.row_of.get(sequence_id)
+        if row is not None and row.state == SWAPPED:
+            self._set(row, len(self), QUEUED)
+            return
         self._num_preemptions += 1
         self._last_preemption = len(self)
         self._steady = None
-        if (row := self.row_of.get(sequence_id)) is None:
-            return
-        row.preemptions.append(len(self))
-        self.overview.mark(row.index, PREEMPTED)
-        if row.end is None:
+        if row is not None:
+            row.preemptions.append(len(self))
+            self.overview.mark(row.index, PREEMPTED)
+        if row is not None and row.end is None:
             self._holding.pop(row.index, None)
             self._set(row, len(self), SWAPPED if mode == "swap" else QUEUED)
 
@@ -248,7 +252,7 @@ class Timeline:
         """Whether the batch does for each row what the last one did: then no run changes."""
         if record.admitted or self._steady is None:
             return False
-        return _rows(record) == self._steady
+        return batch_of(record) == self._steady
 
     def _compute(self, record: StepRecord) -> None:
         """The rows of a batch, and what they computed tokens for."""
@@ -275,7 +279,7 @@ class Timeline:
                 self._set(row, column, IDLE)
         self._computed = computed[PREFILL], computed[DECODE], computed[PADDING]
         self.most_tokens = max(self.most_tokens, sum(self._computed))
-        self._steady = _rows(record) if steady and not self._late else None
+        self._steady = batch_of(record) if steady and not self._late else None
 
     def _drew(self, row: Row, drawn: int, record: StepRecord) -> None:
         self.most_drawn = max(self.most_drawn, drawn)
@@ -329,21 +333,16 @@ class Timeline:
         self.num_drawn += len(record.token_ids) - record.token_ids.count(NO_TOKEN) + sum(record.num_accepted)
         self.padded_steps += self._counts[PADDING]
         self.slot_steps += sum(self._counts[state] for state in WITH_SLOT)
-        if self.started_at is None:
-            self.started_at = record.scheduled_at
+        self.started_at = record.scheduled_at if self.started_at is None else self.started_at
         self.ended_at = record.updated_at
         blocks = self._state.counts()
         self.columns.append(
             Column(
                 record.step,
                 *self._computed,
-                *(blocks["owned"], blocks["shared"], blocks["cached"]),
+                *(blocks["owned"], blocks["shared"], blocks["cached"], self._state.swapped.num_used),
                 sum(self._counts[FOLLOWS:]),
                 *(self._num_requests, self._waits.num_requests, self._num_preemptions),
                 tuple(self._waits.steps),
             )
         )
-
-
-def _rows(record: StepRecord) -> tuple[Any, ...]:
-    return record.sequence_ids, record.num_new_tokens, record.token_ids.count(NO_TOKEN)

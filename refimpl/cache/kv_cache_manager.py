@@ -310,16 +310,16 @@ class KVCacheManager:
             self._ref_counts[block_id] += 1
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> CacheUsage:
-        """Blocks and slots as they are used now; the argument says how far each running sequence is computed.
+        """Blocks and slots as they are used now; the argument says how far each running or swapped sequence is computed.
 
-        Blocks that swapped sequences hold on the device count as theirs, and as full.
+        Blocks that swapped sequences hold on the device, the heads of their tables, count as theirs.
         """
         tables = {sequence_id: table.block_ids for sequence_id, table in self._tables.items()}
         for sequence_id in self.swap.holders:
             tables[sequence_id] = [place.block_id for place in self.swap.places(sequence_id) if not place.on_host]
         return cache_usage(
             tables,
-            {s: num_computed_tokens.get(s, len(table) * self.block_size) for s, table in tables.items()},
+            {s: min(num_computed_tokens[s], len(table) * self.block_size) for s, table in tables.items()},
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             num_free=self.pool.num_free,

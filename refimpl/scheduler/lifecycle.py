@@ -48,6 +48,8 @@ class Lifecycle:
         self._arrived: list[Arrival] = []
         self._aborted: list[Finish] = []
         self._exhausted: list[Sequence] = []
+        self._dropped: list[Preemption] = []
+        """Swapped sequences that lost their blocks since the last step, of which the log must be told."""
         self._forked: list[tuple[Sequence, Sequence, tuple[int, ...]]] = []
         """(parent, child, blocks shared): forks since the last step, of which the executor must be told."""
 
@@ -123,7 +125,7 @@ class Lifecycle:
     @property
     def has_news(self) -> bool:
         """Whether something happened that no step has told yet."""
-        return bool(self._arrived or self._aborted or self.kv.was_reset)
+        return bool(self._arrived or self._aborted or self._dropped or self.kv.was_reset)
 
     def usage(self) -> CacheUsage:
         """How the KV cache is used now."""
@@ -180,13 +182,15 @@ class Lifecycle:
     def _preempt(self, sequence: Sequence, plan: StepPlan, cause: str, mode: str | None = None) -> None:
         """Take a sequence's slot and blocks; it waits in its old place. A token in flight is kept, not drawn again.
 
-        Its blocks go to the swap space if that is cheaper than computing them again, and has room.
+        Its blocks go to the swap space if that is cheaper than computing them again, and has room. Those of a fork that no
+        step has told of do not: a table which the log never showed cannot be followed to the host.
         """
-        plan.withdraw(sequence)
+        untold = plan.withdraw(sequence)
         beams = sequence.request.beams
         if beams is not None and beams.pending.pop(sequence.sequence_id, ()):
             mode = "recompute"  # it has computed all its tokens, and must draw once more
         mode = mode or choose_mode(self.config.preemption_mode, self.costs, sequence.num_computed_tokens)
+        mode = "recompute" if untold else mode
         swapped = self.kv.swap_out(sequence.sequence_id) if mode == "swap" else None
         if swapped is not None:
             self.running.remove(sequence)
@@ -219,7 +223,8 @@ class Lifecycle:
     def drop_all_swapped(self) -> None:
         """After a step that failed: what it moved may hold nothing, so all that is swapped is to be recomputed."""
         for sequence_id in self.kv.swap.tables:
-            self._drop_swapped(self.sequences[sequence_id])
+            block_ids = self._drop_swapped(self.sequences[sequence_id])
+            self._dropped.append(Preemption(sequence_id, "recompute", tuple(block_ids)))
 
     def _drop_swapped(self, sequence: Sequence) -> list[int]:
         sequence.num_computed_tokens = 0

@@ -86,11 +86,13 @@ class StepPlan:
         if shared_blocks:
             self.new_blocks.append(NewBlocks(sequence.slot, shared_blocks))
 
-    def withdraw(self, sequence: Sequence) -> None:
-        """Forget that a sequence was admitted in this step: a fork that gives way before its first row."""
+    def withdraw(self, sequence: Sequence) -> bool:
+        """Forget that a sequence was admitted in this step, if it was: a fork that gives way before its first row."""
+        before = len(self.admitted)
         self.admitted = [admission for admission in self.admitted if admission.sequence_id != sequence.sequence_id]
         self.new_blocks = [blocks for blocks in self.new_blocks if blocks.slot != sequence.slot]
         self.forks = [(parent, child) for parent, child in self.forks if child != sequence.sequence_id]
+        return len(self.admitted) < before
 
     def freeze(
         self,

@@ -11,6 +11,8 @@ from refimpl.simulate.hardware import Hardware, find_hardware, nearest
 from refimpl.simulate.models import KV_BYTES, WeightFormat, find_format, find_model
 from refimpl.simulate.roofline import MEASURED, Efficiency, Roofline
 
+GIB = 1024**3
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -54,6 +56,10 @@ class Deployment:
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of the KV cache, over all layers and devices."""
         return memory.block_bytes(self.model, block_size, self.kv_bytes) * self.roofline.kv_copies
+
+    def num_host_blocks(self, swap_space: float, block_size: int) -> int:
+        """Blocks that ``swap_space`` GiB of host memory a device hold."""
+        return int(swap_space * GIB * self.tensor_parallel_size // self.block_bytes(block_size))
 
     def _allowed(self, utilization: float) -> int:
         return int(utilization * self.hardware.memory_bytes * self.tensor_parallel_size)

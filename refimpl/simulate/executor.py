@@ -54,19 +54,29 @@ class SimulatedExecutor(ModelFreeExecutor):
         num_blocks: usable blocks of its KV cache.
         block_size: tokens in one.
         clock: moved on by whoever waits for a step.
+        num_host_blocks: blocks of its swap space.
 
     """
 
-    def __init__(self, deployment: Deployment, num_blocks: int, block_size: int, clock: VirtualClock) -> None:
+    def __init__(
+        self, deployment: Deployment, num_blocks: int, block_size: int, clock: VirtualClock, num_host_blocks: int = 0
+    ) -> None:
         vocab_size = deployment.model.vocab_size
         super().__init__(num_blocks, vocab_size, first_token=min(1_000, vocab_size // 2))
+        self.num_host_blocks = num_host_blocks
+        self.preemption_costs = deployment.roofline.preemption_costs() if num_host_blocks else None
         self.block_bytes = deployment.block_bytes(block_size)
         self.weight_bytes = deployment.roofline.weight_bytes
         self.device_name = deployment.name
         self.busy_seconds = 0.0
         """Of all steps so far, together."""
         self.memory_bound_seconds = 0.0
-        """Of those whose bytes take longer than their operations."""
+        """Of those whose bytes take longer than their operations, transfers left out."""
+        self.transfer_seconds = 0.0
+        """Of those in which blocks are swapped out or in."""
+        self.blocks_out = self.blocks_in = 0
+        """Blocks that went to the host, and came back."""
+        self._block_size = block_size
         self._roofline = deployment.roofline
         self._clock = clock
         self._free_at = 0.0
@@ -75,11 +85,16 @@ class SimulatedExecutor(ModelFreeExecutor):
         """Order a step; its future moves the clock to the step's end when it is waited for."""
         outcome = self.run(scheduler_output)
         work = self._work(scheduler_output, outcome)
+        if scheduler_output.swapped_out or scheduler_output.swapped_in:
+            out, back = len(scheduler_output.swapped_out), len(scheduler_output.swapped_in)
+            self.blocks_out, self.blocks_in = self.blocks_out + out, self.blocks_in + back
+            work = work._replace(swapped=(out + back) * self._block_size)
         times = self._roofline.times(work)
         seconds = times.seconds
         self.busy_seconds += seconds
+        self.transfer_seconds += times.transfer
         if times.memory >= times.compute:
-            self.memory_bound_seconds += seconds
+            self.memory_bound_seconds += seconds - times.transfer
         self._free_at = max(self._clock.now, self._free_at) + seconds
         return _Timed(outcome, self._clock, self._free_at)
 

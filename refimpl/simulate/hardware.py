@@ -14,6 +14,12 @@ rates dense (half of what data sheets print "with sparsity") and with float32 ac
 - cpu: arithmetic for a server socket: 8 channels of DDR5-4800 are 8 · 4,800 · 8 B = 307.2 GB/s; 32 cores of 1,024 bfloat16
   operations a cycle (AMX) at 2 GHz are 65.5 TFLOP/s. No links.
 
+- gh200: NVIDIA GH200 data sheet (96 GB of HBM3): 4,000 GB/s, rates and NVLink of the H100.
+
+The way to host memory, which swapping takes, one way: 32 GB/s over PCIe 4.0 x16 (A100, L4, L40S, RTX 4090; 64 both ways in
+their data sheets), 64 over PCIe 5.0 x16 (H100, H200; 128 both ways), 16 over PCIe 3.0 x16 (T4), and 450 over NVLink-C2C
+(GH200; 900 both ways). On a CPU a copy reads and writes the same memory: half its bandwidth.
+
 A link's latency is that of one all-reduce of a small message: about 8 µs over NVLink (measured between two H200s, 7 to 10),
 about 20 µs over PCIe (assumed).
 
@@ -54,6 +60,8 @@ class Hardware:
     """Bytes a second to the other devices, one way."""
     link_latency: float
     """Seconds of an all-reduce of next to nothing."""
+    host_bandwidth: float
+    """Bytes a second to or from the host's memory, one way, at peak."""
     price: float
     """US dollars an hour."""
     price_source: str
@@ -63,50 +71,34 @@ def _mib(count: int) -> int:
     return count * MIB
 
 
+PCIE_3, PCIE_4, PCIE_5, NVLINK_C2C = 16 * GB, 32 * GB, 64 * GB, 450 * GB
+"""Of 16 lanes, one way."""
+
+_MAY_2026 = "specialised clouds, 2026-05"
+_H100 = (989 * TERA, 1_979 * TERA, 450 * GB, NVLINK_LATENCY)
+_PCIE = (32 * GB, PCIE_LATENCY, PCIE_4)
 HARDWARE = {
     device.name: device
     for device in (
-        Hardware("a100-40g", _mib(40_960), 1_555 * GB, 312 * TERA, None, 300 * GB, NVLINK_LATENCY, 1.29, "Lambda, 2025"),
         Hardware(
-            "a100-80g",
-            _mib(81_920),
-            2_039 * GB,
-            312 * TERA,
-            None,
-            300 * GB,
-            NVLINK_LATENCY,
-            1.30,
-            "specialised clouds, 2026-05",
+            *("a100-40g", _mib(40_960), 1_555 * GB, 312 * TERA, None, 300 * GB, NVLINK_LATENCY, PCIE_4),
+            *(1.29, "Lambda, 2025"),
         ),
         Hardware(
-            "h100",
-            _mib(81_559),
-            3_350 * GB,
-            989 * TERA,
-            1_979 * TERA,
-            450 * GB,
-            NVLINK_LATENCY,
-            3.00,
-            "specialised clouds, 2026-05",
+            *("a100-80g", _mib(81_920), 2_039 * GB, 312 * TERA, None, 300 * GB, NVLINK_LATENCY, PCIE_4),
+            *(1.30, _MAY_2026),
         ),
+        Hardware("h100", _mib(81_559), 3_350 * GB, *_H100, PCIE_5, 3.00, _MAY_2026),
+        Hardware("h200", _mib(143_155), 4_800 * GB, *_H100, PCIE_5, 4.00, _MAY_2026),
+        Hardware("gh200", _mib(97_871), 4_000 * GB, *_H100, NVLINK_C2C, 1.49, "Lambda, 2025"),
+        Hardware("l4", _mib(23_034), 300 * GB, 121 * TERA, 242 * TERA, *_PCIE, 0.71, "Google Cloud, 2025"),
+        Hardware("l40s", _mib(46_068), 864 * GB, 362 * TERA, 733 * TERA, *_PCIE, 0.86, "RunPod, 2025"),
+        Hardware("t4", _mib(15_360), 320 * GB, 65 * TERA, None, 16 * GB, PCIE_LATENCY, PCIE_3, 0.35, "Google Cloud, 2025"),
+        Hardware("rtx-4090", _mib(24_564), 1_008 * GB, 165.2 * TERA, 330.3 * TERA, *_PCIE, 0.69, "RunPod, 2026"),
         Hardware(
-            "h200",
-            _mib(143_155),
-            4_800 * GB,
-            989 * TERA,
-            1_979 * TERA,
-            450 * GB,
-            NVLINK_LATENCY,
-            4.00,
-            "specialised clouds, 2026-05",
+            *("cpu", _mib(65_536), 307.2 * GB, 65.5 * TERA, None, 32 * GB, PCIE_LATENCY, 307.2 / 2 * GB),
+            *(1.50, "assumed, 32 cores"),
         ),
-        Hardware("l4", _mib(23_034), 300 * GB, 121 * TERA, 242 * TERA, 32 * GB, PCIE_LATENCY, 0.71, "Google Cloud, 2025"),
-        Hardware("l40s", _mib(46_068), 864 * GB, 362 * TERA, 733 * TERA, 32 * GB, PCIE_LATENCY, 0.86, "RunPod, 2025"),
-        Hardware("t4", _mib(15_360), 320 * GB, 65 * TERA, None, 16 * GB, PCIE_LATENCY, 0.35, "Google Cloud, 2025"),
-        Hardware(
-            "rtx-4090", _mib(24_564), 1_008 * GB, 165.2 * TERA, 330.3 * TERA, 32 * GB, PCIE_LATENCY, 0.69, "RunPod, 2026"
-        ),
-        Hardware("cpu", _mib(65_536), 307.2 * GB, 65.5 * TERA, None, 32 * GB, PCIE_LATENCY, 1.50, "assumed, 32 cores"),
     )
 }
 """By name."""

@@ -2,16 +2,21 @@
 
 ::
 
-    seconds = max(bytes / bandwidth, operations / rate) + all-reduces + overhead
+    seconds = max(bytes / bandwidth, operations / rate) + all-reduces + overhead + transfers
 
     bytes       weights, read once · keys and values of every context, read · those of new tokens, written
     operations  2 · the layers' weights · tokens + 2 · the output head's weights · rows that draw
                 + 4 · layers · query heads · head size · (query, key) pairs                            (attention, QK and PV)
     all-reduces 2 a layer, each latency + 2 (N - 1) / N · tokens · hidden size · 2 B / link            (0 where N = 1)
     overhead    a layer's share · layers + a row's · rows that draw
+    transfers   keys and values of the blocks that are swapped out or in / link to the host
 
-Tensor parallelism over N devices divides bytes and operations by N; keys and values by no more than there are KV heads.
-Bandwidth, rate and link are the peaks of :mod:`refimpl.simulate.hardware` times the shares of :class:`Efficiency`.
+Transfers are added, not overlapped, as the engine does it: what goes out must be read before the step writes there, and what
+comes in is read by the step. A step without rows, whose sequences have all given way, takes its transfers alone.
+
+Tensor parallelism over N devices divides bytes and operations by N; keys and values by no more than there are KV heads. Each
+device moves what it holds over its own link to the host. Bandwidth, rate and links are the peaks of
+:mod:`refimpl.simulate.hardware` times the shares of :class:`Efficiency`.
 
 Left out, in this first form: activations (their bytes and their memory), that attention and the products of a step come one
 after the other (so a step may be bound by memory in one and by arithmetic in the other), the width of a head's tiles, the
@@ -37,6 +42,7 @@ from typing import NamedTuple
 
 from refimpl.config import ModelConfig
 from refimpl.errors import ConfigError
+from refimpl.scheduler.preemption import PreemptionCosts
 from refimpl.simulate.hardware import Hardware
 from refimpl.simulate.models import WeightFormat
 
@@ -50,6 +56,8 @@ class Efficiency:
     """In 16 bits."""
     fp8_flops: float = 0.50
     link: float = 0.60
+    host_link: float = 0.86
+    """Of pinned copies: 55 of 64 GB/s, each way, measured on one H200."""
     layer_seconds: float = 43e-6
     """Of each layer in each step: launches, kernels too small to fill the device, planning and sampling spread over them."""
     row_seconds: float = 17e-6
@@ -70,6 +78,8 @@ class StepWork(NamedTuple):
     """Tokens whose keys and values are read: each row's context, its new tokens included."""
     pairs: int
     """(query, key) pairs of causal attention."""
+    swapped: int = 0
+    """Token slots of blocks that go to the host or come from it."""
 
 
 class StepTimes(NamedTuple):
@@ -82,11 +92,13 @@ class StepTimes(NamedTuple):
     communication: float
     """All-reduces."""
     overhead: float
+    transfer: float = 0.0
+    """To move swapped blocks, before all else."""
 
     @property
     def seconds(self) -> float:
         """How long the step takes."""
-        return max(self.memory, self.compute) + self.communication + self.overhead
+        return max(self.memory, self.compute) + self.communication + self.overhead + self.transfer
 
 
 class Roofline:
@@ -130,23 +142,39 @@ class Roofline:
         self._weight_seconds = self.weight_bytes_read / n / self._bandwidth
         self.kv_copies = n // min(n, model.num_key_value_heads)
         """Devices that hold the same keys and values, where there are more devices than KV heads."""
+        self._swapped_bytes = self.kv_bytes_per_token * self.kv_copies
         self._kv_seconds = self.kv_bytes_per_token * self.kv_copies / n / self._bandwidth
         peak = weights.flops(hardware)
         self._rate = n * peak * (efficiency.flops if peak == hardware.flops else efficiency.fp8_flops)
         self._step_seconds = model.num_hidden_layers * efficiency.layer_seconds
         self._row_seconds = efficiency.row_seconds
         self._reduce_latency = 2 * model.num_hidden_layers * hardware.link_latency if n > 1 else 0.0
+        self._host_bandwidth = n * hardware.host_bandwidth * efficiency.host_link
         reduced = 2 * model.num_hidden_layers * 2 * (n - 1) / n * model.hidden_size * 2
         self._reduce_seconds = reduced / (hardware.link_bandwidth * efficiency.link)
 
     def times(self, work: StepWork) -> StepTimes:
         """What a step takes, by cause."""
+        transfer = work.swapped * self._swapped_bytes / self._host_bandwidth
+        if not work.tokens and not work.rows:
+            return StepTimes(0.0, 0.0, 0.0, 0.0, transfer)
         linear = self._flops_per_token * work.tokens + self._flops_per_row * work.rows
         return StepTimes(
             memory=self._weight_seconds + (work.context + work.tokens) * self._kv_seconds,
             compute=(linear + self._flops_per_pair * work.pairs) / self._rate,
             communication=self._reduce_latency + self._reduce_seconds * work.tokens,
             overhead=self._step_seconds + self._row_seconds * work.rows,
+            transfer=transfer,
+        )
+
+    def preemption_costs(self) -> PreemptionCosts:
+        """What swapping and recomputing add to a step; its weights and its overhead are paid for the others anyway."""
+        return PreemptionCosts(
+            kv_bytes_per_token=self._swapped_bytes,
+            link_bytes_per_second=self._host_bandwidth,
+            flops_per_token=self._flops_per_token,
+            attention_flops_per_token_pair=self._flops_per_pair,
+            flops_per_second=self._rate,
         )
 
 

@@ -1,7 +1,7 @@
 """Simulation: the engine's own scheduler, cache and step loop over a simulated executor and given requests.
 
-Everything but the device is real: policies, paging, preemption, static batches, the recorder. There is no tokenizer and no
-text, so nothing here needs torch, and a prompt is made-up tokens that no other prompt begins with.
+Everything but the device is real: policies, paging, preemption and swap, static batches, the recorder. There is no tokenizer
+and no text, so nothing here needs torch, and a prompt is made-up tokens that no other prompt begins with.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class Simulation:
         self.price = deployment.hardware.price if price is None else price
         num_blocks = deployment.num_blocks(args.cache_config())
         self.config = args.scheduler_config(deployment.model.max_position_embeddings, num_blocks * args.block_size)
-        kv = make_kv_cache_manager(args, num_blocks, self.config.max_model_len)
+        num_host_blocks = deployment.num_host_blocks(args.swap_space, args.block_size)
+        kv = make_kv_cache_manager(args, num_blocks, self.config.max_model_len, num_host_blocks)
         self.clock = VirtualClock()
         policy = choose_policy(args.scheduling_policy)
-        self.scheduler = make_scheduler(args, self.config, kv, deployment.model.eos_token_ids, self.clock, policy)
-        self.executor = SimulatedExecutor(deployment, num_blocks, args.block_size, self.clock)
+        self.executor = SimulatedExecutor(deployment, num_blocks, args.block_size, self.clock, num_host_blocks)
+        eos, costs = deployment.model.eos_token_ids, self.executor.preemption_costs
+        self.scheduler = make_scheduler(args, self.config, kv, eos, self.clock, policy, costs=costs)
         wanted = args.async_scheduling if args.async_scheduling is not None else deployment.hardware.name != "cpu"
         depth = 1 if wanted and args.enable_kv_cache else 0
         self.tally = Tally(
@@ -158,16 +160,21 @@ class Simulation:
         seconds, tokens = figures["seconds"], figures["output_tokens"]
         hourly = self.price * self.deployment.tensor_parallel_size
         executor = self.executor
+        computed = executor.busy_seconds - executor.transfer_seconds
         return figures | {
             "requests": self._number,
             "refused": self.refused,
             "refusals": self.refusals,
             "cut": self.cut,
             "busy": executor.busy_seconds / seconds if seconds else 0.0,
-            "memory_bound": executor.memory_bound_seconds / executor.busy_seconds if executor.busy_seconds else 0.0,
+            "memory_bound": executor.memory_bound_seconds / computed if computed else 0.0,
+            "blocks_swapped_out": executor.blocks_out,
+            "blocks_swapped_in": executor.blocks_in,
+            "swap_seconds": executor.transfer_seconds,
             "price_per_gpu_hour": self.price,
             "cost_per_million_tokens": hourly * seconds / 3600 / tokens * 1e6 if tokens else None,
-            "num_blocks": self.executor.num_blocks,
+            "num_blocks": executor.num_blocks,
+            "num_host_blocks": executor.num_host_blocks,
             "max_model_len": self.config.max_model_len,
         }
 

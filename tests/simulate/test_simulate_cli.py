@@ -15,6 +15,7 @@ KEYS = {
     "seconds", "steps", "requests", "finished", "refused", "refusals", "cut", "prompt_tokens", "output_tokens", "throughput",
     "total_throughput", "concurrency_mean", "concurrency_peak", "waiting_peak", "kv_use_mean", "kv_use_peak", "preemptions",
     "busy", "memory_bound", "price_per_gpu_hour", "cost_per_million_tokens", "num_blocks", "max_model_len", "setting",
+    "num_host_blocks", "blocks_swapped_out", "blocks_swapped_in", "swap_seconds",
 } | {f"{name}_p{level}" for name in ("ttft", "itl", "tpot", "latency") for level in (50, 90, 99)}  # fmt: skip
 
 

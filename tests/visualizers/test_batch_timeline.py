@@ -169,7 +169,7 @@ def test_a_window_shows_the_position_and_stays_while_it_moves():
 
 
 def test_the_axis_has_a_number_where_steps_pass_a_multiple():
-    columns = [Column(step, *[0] * 10, ()) for step in (7, 8, 9, 10, 11, 19, 22, 23, 30)]
+    columns = [Column(step, *[0] * 11, ()) for step in (7, 8, 9, 10, 11, 19, 22, 23, 30)]
     assert ticks(columns, 100, 10) == [[103, 10], [106, 22], [108, 30]]
     assert ticks(columns[3:], 0, 10) == [[0, 10], [3, 22], [5, 30]]
 

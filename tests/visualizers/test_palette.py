@@ -8,7 +8,7 @@ import pytest
 
 import refimpl.visualizers.palette as palette_module
 from refimpl.visualizers.palette import DARK, LIGHT, hue, luminance, mix, on
-from refimpl.visualizers.state import NEUTRAL, NUM_HUES
+from refimpl.visualizers.sequence_state import NEUTRAL, NUM_HUES
 
 THEMES = pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
 

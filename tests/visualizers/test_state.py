@@ -17,7 +17,8 @@ from refimpl import LLM, SamplingParams
 from refimpl.errors import RequestError
 from refimpl.events import EventLog
 from refimpl.visualizers.history import History
-from refimpl.visualizers.state import NEUTRAL, State
+from refimpl.visualizers.sequence_state import NEUTRAL
+from refimpl.visualizers.state import State
 from refimpl.visualizers.words import letters
 
 
@@ -27,7 +28,8 @@ def books(state):
 
 def assert_same(state, driver):
     """The fold against the manager's snapshot and the scheduler's sequences."""
-    snapshot = driver.kv.snapshot({})
+    snapshot = driver.scheduler.snapshot()
+    assert_same_swap(state, driver, snapshot)
     assert books(state) == {s: table for s, table in snapshot.tables.items() if table}
     kinds = {
         kind: {b.block_id for b in map(state.block, range(state.num_blocks + 1)) if b.kind == kind}
@@ -43,8 +45,23 @@ def assert_same(state, driver):
         assert folded.slot == sequence.slot
         if not sequence.finished:
             assert folded.num_output_tokens == len(sequence.output_token_ids)
-    waiting = {s.sequence_id for s in state.alive() if s.phase in ("waiting", "preempted")}
+    waiting = {s.sequence_id for s in state.alive() if s.phase in ("waiting", "preempted", "swapped")}
     assert waiting == {s.sequence_id for s in driver.scheduler.sequences.values() if s.slot is None}
+
+
+def assert_same_swap(state, driver, snapshot):
+    """Where the blocks of swapped sequences are, on the host and on the device."""
+    swapped = {s: [(p.block_id, p.on_host) for p in places] for s, places in snapshot.swapped_tables.items()}
+    assert {s: list(map(tuple, places)) for s, places in state.swapped.tables.items()} == swapped
+    assert {s.sequence_id for s in state.alive() if s.phase == "swapped"} == set(swapped)
+    assert state.num_host_blocks == snapshot.num_host_blocks
+    assert state.swapped.num_used == snapshot.num_host_blocks - len(snapshot.host_free_ids)
+    assert {host_id: len(owners) for host_id, owners in state.swapped.owners().items()} == snapshot.host_ref_counts
+    assert {b: state.num_owners(b) for b in range(state.num_blocks + 1) if state.num_owners(b)} == snapshot.ref_counts
+    for sequence_id in swapped:
+        assert state.sequences[sequence_id].num_computed_tokens == snapshot.num_computed_tokens[sequence_id]
+        preemptions = driver.scheduler.sequences[sequence_id].num_preemptions
+        assert state.sequences[sequence_id].num_preemptions == preemptions
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -50,8 +50,8 @@
 
   function mount(el, ui) {
     const canvas = h("canvas", { tabindex: "0", role: "img", "data-refimpl": "block-map" });
-    const over = h("canvas", { class: "over", "aria-hidden": "true" }), legend = mountLegend(), card = h("div", { class: "card" });
-    el.append(h("div", { class: "map" }, canvas, over), legend.el, card);
+    const over = h("canvas", { class: "over", "aria-hidden": "true" }), legend = mountLegend(), card = h("div", { class: "card" }), host = h("div", { class: "host" });
+    el.append(h("div", { class: "map" }, canvas, over, host), legend.el, card);
     let picture = null, grid = null, hover = null, selected = null, cards = new Map(), flash = 1, flashed = null, image = null, look = null, marked = false, shared = {};
 
     const decode = (id) => {
@@ -204,6 +204,11 @@
       if (points) { const [x, y] = place(one); c.strokeStyle = P.ink; c.lineWidth = 1.5; c.strokeRect(x - 2.5, y - 2.5, grid.cell + 5, grid.cell + 5); }
     }
 
+    /** The swap space: a hollow square for each host block in use. */
+    function drawHost() {
+      const P = ui.palette, strip = picture.host, faint = (request) => (ui.pinned !== null && ui.pinned !== request ? "opacity:.28" : "");
+      setHtml(host, strip ? `<p>${escapeHtml(strip.title)}</p>` + strip.cells.map(([id, letter, hue, request, names]) => `<span title="host block ${id}: ${escapeHtml(names)}" style="border-color:${hueOf(P, hue)};${faint(request)}">${letter.length < 3 ? escapeHtml(letter) : ""}</span>`).join("") : "");
+    }
     function drawCard() {
       const id = hover ?? selected;
       if (id === null || id > picture.num_blocks) { setHtml(card, `<p class="quiet">Point at a block to see who owns it and what is in it.</p>`); return; }
@@ -239,7 +244,7 @@
         picture = next; cards = new Map(); flashed = JSON.stringify(next.copies);
         canvas.setAttribute("aria-label", captionText(next.caption));
         el.classList.toggle("narrow", ui.width < 900);
-        flash = 1; paint(); legend.draw(picture, ui.palette); drawCard();
+        flash = 1; paint(); legend.draw(picture, ui.palette); drawHost(); drawCard();
         if ((hover ?? selected) !== null) ui.send({ type: "card", block: hover ?? selected });
         if (appeared && !ui.reducedMotion) fade(performance.now(), next);
       },

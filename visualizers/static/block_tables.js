@@ -52,8 +52,8 @@
   }
 
   function mount(el, ui) {
-    const panels = h("div", { class: "panels", role: "group" }), tokens = h("div", { class: "tokens" }), tip = h("div", { class: "tip" });
-    el.append(panels, tokens, tip);
+    const panels = h("div", { class: "panels", role: "group" }), tokens = h("div", { class: "tokens" }), swapped = h("div", { class: "swapped" }), tip = h("div", { class: "tip" });
+    el.append(panels, tokens, swapped, tip);
     let picture = null, views = [], flash = 1, flashed = null, drawnAt = 0, pointed = null;
     const dim = (table) => (ui.pinned === null || ui.pinned === undefined || table.request === ui.pinned ? 1 : 0.28);
 
@@ -223,6 +223,12 @@
         `<p><span class="label">into slot ${picture.slot} goes</span><span>${next}</span></p>` : "";
     }
 
+    /** Where the blocks of sequences are that were swapped out. */
+    function drawSwapped() {
+      const line = ([letter, hue, request, words]) => `<p style="opacity:${letter ? dim({ request }) : 1}"><b style="color:${letter ? hueOf(ui.palette, hue) : ui.palette.ink2}">${escapeHtml(letter)}</b> ${escapeHtml(words)}</p>`;
+      swapped.innerHTML = picture.swapped.map(line).join("");
+    }
+
     /** The one animation: rings of a copy come up in 320 ms, unless frames follow each other fast. */
     function fade(started, drawn) {
       requestAnimationFrame((now) => {
@@ -239,7 +245,7 @@
         const appeared = key !== null && key !== flashed && now - drawnAt > 50;
         picture = next; flashed = key; drawnAt = now; flash = 1;
         pointed = null; tip.style.display = "none";
-        build(); drawTokens(); paint();
+        build(); drawTokens(); drawSwapped(); paint();
         if (appeared && !ui.reducedMotion) { flash = 0.25; paint(); fade(now, next); }
       },
     };
