@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from refimpl.async_llm import AsyncLLM
+    from refimpl.beam_params import BeamSearchParams
     from refimpl.config import EngineArgs
     from refimpl.engine import Engine
     from refimpl.events import EventLog
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from refimpl.sampling_params import SamplingParams
 
 _HOMES = {
+    "BeamSearchParams": "refimpl.beam_params",
     "AsyncLLM": "refimpl.async_llm",
     "CompletionOutput": "refimpl.outputs",
     "Engine": "refimpl.engine",
@@ -43,6 +45,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "Engine",
     "EngineArgs",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm
 
 from refimpl.bench.traces import generate, read_trace
 from refimpl.config import EngineArgs
@@ -65,6 +64,8 @@ def simulate(
     Scheduler, policies and cache are the engine's own; the time of a step is a roofline (see refimpl/simulate/roofline.py,
     which also says how far off it is). The seed (--seed) fixes everything.
     """
+    from tqdm import tqdm
+
     args = EngineArgs.from_options(engine_options | {"enable_prefix_caching": enable_prefix_caching, "event_log_size": 0})
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"the price is {price:g}; it must be a number of US dollars an hour, 0 or more")

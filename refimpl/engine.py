@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from refimpl.beam_params import BeamSearchParams
 from refimpl.cache import PrefixCacheStats, Violation, audit, make_kv_cache_manager
 from refimpl.cache.choose import check_parts
 from refimpl.cache.kv_cache import LayerKV
@@ -91,8 +92,7 @@ class Engine:
         self._kept: list[RequestOutput] = []
         self._book = RequestBook()
         self._closed = False
-        self.num_aborted = 0
-        """Requests that were aborted since the engine began."""
+        self.num_aborted = 0  # requests, since the engine began
 
     # ------------------------------------------------------------------ requests
 
@@ -100,7 +100,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | list[int],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -119,7 +119,7 @@ class Engine:
         self.queue(self.prepare(request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt, user=user))
 
     def prepare(
-        self, request_id: str, prompt: str | list[int], sampling_params: SamplingParams, **options: Any
+        self, request_id: str, prompt: str | list[int], sampling_params: SamplingParams | BeamSearchParams, **options: Any
     ) -> PreparedRequest:
         """The first half of :meth:`add_request`, which raises what that one would: check and tokenise. Waits for no step."""
         if options.get("priority", 0) != 0 and self.scheduler.policy.name == "fcfs":
@@ -242,9 +242,7 @@ class Engine:
             self._kept += outputs
 
     def step_by_hand(self) -> None:
-        """For who watches: let the thread that is held at the gate take one step, or take one in this thread, past the gate.
-
-        What the step brings is returned by the next call of ``step``. This never waits at the gate.
+        """Let the thread held at the gate take a step, or take one here. The next ``step`` returns what it brings.
 
         Raises:
             RefimplError: the engine is closed, or has nothing to do.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from refimpl.events import describe
+from refimpl.decision_texts import describe
 from refimpl.request import DECISIONS_KEPT, Request, Sequence, Status
 
 

@@ -8,6 +8,8 @@ from numbers import Integral
 
 import msgspec
 
+from refimpl.beam_intake import BeamIntake
+from refimpl.beam_params import BeamSearchParams
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.errors import PromptError, RequestError, SamplingParamsError
 from refimpl.kernels.philox import ROOT_PATH, branch, mix_seed
@@ -33,6 +35,8 @@ class PreparedRequest:
     priority: int = 0
     cache_salt: str | None = None
     user: str | None = None
+    beams: BeamSearchParams | None = None
+    """Of a beam search."""
 
 
 class Intake:
@@ -49,6 +53,7 @@ class Intake:
     ) -> None:
         self._tokenizer = tokenizer
         self._sampling = SamplingIntake(tokenizer, model, args.max_logprobs)
+        self._beams = BeamIntake(model, args)
         self._logits_hooks = logits_hooks
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
@@ -94,7 +99,7 @@ class Intake:
         self,
         request_id: str,
         prompt: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -109,8 +114,12 @@ class Intake:
         check_kinds(request_id, params, priority)
         token_ids = self.token_ids(request_id, prompt)
         text = prompt if isinstance(prompt, str) else None
-        sampling = self._sampling_numbers(request_id, params, len(token_ids))
-        return PreparedRequest(request_id, text, token_ids, params, sampling, priority, cache_salt, user)
+        beams = params if isinstance(params, BeamSearchParams) else None
+        drawing = params if isinstance(params, SamplingParams) else self._beams.drawing(request_id, params)
+        sampling = self._sampling_numbers(request_id, drawing, len(token_ids))
+        if beams is not None:
+            sampling = msgspec.structs.replace(sampling, logprobs=self._beams.num_proposals(beams))
+        return PreparedRequest(request_id, text, token_ids, drawing, sampling, priority, cache_salt, user, beams)
 
     def make_request(self, prepared: PreparedRequest) -> Request:
         """The request and its samples. Nothing is numbered until :meth:`accept`, so a refused one leaves no gap."""
@@ -129,6 +138,8 @@ class Intake:
             metrics=RequestMetrics(arrival_time=self._clock(), num_prompt_tokens=len(token_ids)),
         )
         request.sampling = prepared.sampling
+        if prepared.beams is not None:
+            request.beams = self._beams.group(prepared.beams, request.max_tokens, self._num_sequences)
         request.sequences = [
             Sequence(
                 sequence_id=self._num_sequences + index,
@@ -171,6 +182,8 @@ class Intake:
 
         """
         origin = parent.request
+        if origin.beams is not None:
+            raise RequestError(f"request {origin.request_id!r} is a beam search, which forks by itself", request_id=new_id)
         params = params or msgspec.structs.replace(origin.params, n=1)
         check_kinds(new_id, params, origin.priority)
         if params.n != 1:
@@ -188,7 +201,7 @@ class Intake:
     def accept(self, request: Request) -> None:
         """Count a request that the scheduler took, and let the executor find its hook."""
         self._num_requests += 1
-        self._num_sequences += len(request.sequences)
+        self._num_sequences += len(request.sequences) if request.beams is None else request.beams.num_ids
         if (hook := request.params.logits_hook) is not None and self._logits_hooks is not None:
             self._logits_hooks.update({sequence.sequence_id: hook for sequence in request.sequences})
 
@@ -210,9 +223,10 @@ def check_kinds(request_id: object, sampling_params: object, priority: object) -
         raise RequestError(f"request_id is {request_id!r}; it must be a string")
     if not _is_text(request_id):
         raise RequestError(f"request_id is {request_id!r}; it has half a surrogate pair, which is no text")
-    if not isinstance(sampling_params, SamplingParams):
+    if not isinstance(sampling_params, SamplingParams | BeamSearchParams):
         raise RequestError(
-            f"sampling_params is a {type(sampling_params).__name__}; it must be a SamplingParams", request_id=request_id
+            f"sampling_params is a {type(sampling_params).__name__}; it must be a SamplingParams (or BeamSearchParams)",
+            request_id=request_id,
         )
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority is {priority!r}; it must be a whole number", request_id=request_id)

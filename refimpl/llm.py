@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from refimpl.beam_params import BeamSearchParams
 from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
@@ -98,6 +99,22 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Search for the most probable outputs of one prompt or many: ``beam_width`` of each, best first, with their scores.
+
+        Raises:
+            GenerationInterrupted: Ctrl-C or the stop button, as with :meth:`generate`.
+            RequestError: a prompt or a parameter is wrong; the message says which prompt.
+
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is a {type(params).__name__}; it must be a BeamSearchParams")
+        listed = [unwrap(prompt) for prompt in _as_list(prompts)]
+        with self._one_call_at_a_time:
+            return self._run_alone(listed, [params] * len(listed), use_tqdm)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
@@ -125,22 +142,20 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         with self._one_call_at_a_time:
-            return self._run_alone(prompts, sampling_params, use_tqdm)
+            params = _one_each(sampling_params, len(prompts))
+            final = [msgspec.structs.replace(one, output_kind="final_only") for one in params]
+            return self._run_alone(prompts, final, use_tqdm)
 
     def _run_alone(
-        self,
-        prompts: list[str | list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        self, prompts: list[str | list[int]], params: Sequence[SamplingParams | BeamSearchParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        params = _one_each(sampling_params, len(prompts))
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         try:
             for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"llm-{next(self._numbers)}"  # no name that a user would give to a request of their own
                 try:
-                    self.engine.add_request(request_id, prompt, msgspec.structs.replace(one, output_kind="final_only"))
+                    self.engine.add_request(request_id, prompt, one)
                 except RequestError as error:
                     if len(prompts) > 1:
                         error.args = (f"prompt {number} of {len(prompts)}: {error.args[0]}", *error.args[1:])

@@ -122,6 +122,7 @@ class OutputProcessor:
             stream.tokens_sent += len(token_ids)
         else:
             text = stream.text_sent = stream.text_sent + text
+        found = sequence.hypothesis
         return CompletionOutput(
             index=sequence.index,
             text=text,
@@ -129,7 +130,8 @@ class OutputProcessor:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             logprobs=logprobs,
-            cumulative_logprob=stream.cumulative_logprob if asked else None,
+            cumulative_logprob=stream.cumulative_logprob if asked else None if found is None else found.logprob,
+            score=None if found is None else found.score,
             logits=self._readings(sequence, stream, "logits"),
             hidden_states=self._readings(sequence, stream, "hidden_states"),
         )

@@ -123,7 +123,7 @@ class CacheChanges(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Why the scheduler did what it did to one sequence: a kind and its numbers (told by ``events.describe``)."""
+    """Why the scheduler did what it did to one sequence: a kind and its numbers (told by ``decision_texts.describe``)."""
 
     step: int
     time: float
@@ -135,7 +135,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 _WireBatch = Batch | int
 _Pairs = tuple[tuple[int, int], ...]
-_Changes = tuple[tuple[Admission, ...], tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...], _Pairs, _Pairs]
+_Tables = tuple[tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...]]
+_Changes = tuple[tuple[Admission, ...], _Tables, _Pairs, _Pairs, _Pairs]
 _Wire = tuple[int, _WireBatch, _Changes]
 
 
@@ -143,10 +144,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step as the scheduler planned it.
 
     ``batch`` is whole, for whoever reads steps; it has no rows where all sequences gave way at once. An executor applies the
-    changes in this order: ``swapped_out``, ``swapped_in``, ``admitted``, ``restarted``, ``new_blocks``, ``copies``; then it
-    computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that slot stands. A row that reaches its
-    sequence's last known token draws the next one. A row of 0 tokens is a sample that shares its prompt with the row before
-    it: it draws from that row's logits.
+    changes in this order: ``chosen``, ``swapped_out``, ``swapped_in``, ``admitted``, ``restarted``, ``new_blocks``,
+    ``copies``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that slot stands. A
+    row that reaches its sequence's last known token draws the next one. A row of 0 tokens is a sample that shares its prompt
+    with the row before it: it draws from that row's logits.
     """
 
     step: int
@@ -154,6 +155,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     admitted: tuple[Admission, ...] = ()
     restarted: tuple[int, ...] = ()
     """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
+    chosen: tuple[tuple[int, int], ...] = ()
+    """(slot, token): the last token of a beam, which the host chose in place of the one that its row drew."""
     swapped_out: tuple[tuple[int, int], ...] = ()
     """(device block, host block): copied before anything else of the step, since the device blocks may be written in it."""
     swapped_in: tuple[tuple[int, int], ...] = ()
@@ -192,8 +195,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
                     f"sequence {admission.sequence_id} has a logits hook, which cannot be sent to another process"
                 )
         batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
-        moved = (self.swapped_out, self.swapped_in)
-        changes = (self.admitted, self.new_blocks, self.copies, self.restarted, *moved)
+        tables = (self.new_blocks, self.copies, self.restarted)
+        changes = (self.admitted, tables, self.chosen, self.swapped_out, self.swapped_in)
         return msgspec.msgpack.encode((self.step, batch, changes))
 
     @classmethod
@@ -204,7 +207,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
             ValueError: the sender counts on a batch of another version than ``known``.
 
         """
-        step, batch, (admitted, new_blocks, copies, restarted, out, back) = msgspec.msgpack.decode(data, type=_Wire)
+        step, batch, (admitted, tables, chosen, out, back) = msgspec.msgpack.decode(data, type=_Wire)
+        new_blocks, copies, restarted = tables
         if isinstance(batch, int):
             if batch != known.version:
                 raise ValueError(f"this executor holds batch {known.version}; the step counts on batch {batch}")
@@ -214,6 +218,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
             batch,
             admitted=admitted,
             restarted=restarted,
+            chosen=chosen,
             swapped_out=out,
             swapped_in=back,
             new_blocks=new_blocks,
@@ -244,6 +249,8 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     """One dict a token of ``token_ids``: its own, and the most probable ones, by id. None where none were asked for."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of all output tokens so far, with deltas too."""
+    score: float | None = None
+    """Of a hypothesis of a beam search: its log-probability over its length to the power of ``length_penalty``."""
     logits: dict[int, Any] = {}
     """Raw logits after the token at each position asked for, numpy float32 ``[V]``, as far as it was computed."""
     hidden_states: dict[int, Any] = {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 from refimpl.cache import KVCacheManager
 from refimpl.config import SchedulerConfig
@@ -16,8 +15,7 @@ from refimpl.outputs import NO_TOKEN, Arrival, SchedulerOutput
 from refimpl.scheduler import Scheduler, StepUpdate
 
 
-@dataclass(frozen=True)
-class PlanTime:
+class PlanTime(NamedTuple):
     """When a step was planned, and the pool and the queue right after."""
 
     time: float

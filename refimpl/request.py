@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from refimpl.beam_group import BeamGroup, Hypothesis
 from refimpl.logprobs import TokenLogprobs
 from refimpl.outputs import Decision
 from refimpl.request_metrics import RequestMetrics
@@ -19,7 +20,8 @@ from refimpl.row_extras import RowExtras
 from refimpl.sampling_numbers import SamplingNumbers, plain_numbers
 from refimpl.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "pruned"]
+"""Why a sequence ended; "pruned" is a beam that nothing went on from."""
 
 DECISIONS_KEPT = 256
 """Decisions remembered a sample; beyond that the oldest are forgotten."""
@@ -81,6 +83,8 @@ class Sequence:
     """Those of each output token, where they were asked for."""
     readings: Readings = field(default_factory=Readings)
     """What was asked for at positions of the output."""
+    hypothesis: Hypothesis | None = None
+    """Of a beam search, when it is done."""
 
     @property
     def reads_prompt(self) -> bool:
@@ -127,7 +131,8 @@ class Sequence:
     @property
     def name(self) -> str:
         """How people refer to it: the request's id, and ``/index`` where there are several samples."""
-        return self.request.request_id if self.request.params.n == 1 else f"{self.request.request_id}/{self.index}"
+        alone = self.request.params.n == 1 and self.request.beams is None
+        return self.request.request_id if alone else f"{self.request.request_id}/{self.index}"
 
 
 @dataclass(eq=False, slots=True)
@@ -156,6 +161,8 @@ class Request:
     """By position, as far as they are computed."""
     readings: Readings = field(default_factory=Readings)
     """What was asked for at positions of the prompt."""
+    beams: BeamGroup | None = None
+    """The search, if it is one: its sequences are the running beams, and at the end the hypotheses."""
 
     def __post_init__(self) -> None:
         self.sampling = plain_numbers(self.params)

@@ -105,11 +105,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     """No end-of-sequence id and no stop token is drawn, and no stop string counts, before so many output tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end a sample where the first of them appears in the output; a single string is one."""
+    """Texts that end a sample where the first of them is complete in the output's text (of several that are complete with
+    the same character, the first in the list); they are left out. A single string is one. What could still become one is
+    held back from streams."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a sample, besides the model's own end-of-sequence ids. The id stays in ``token_ids``."""
+    """Ids that end a sample, besides the model's own end-of-sequence ids. The id stays in ``token_ids``; it has no text."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string at the end of the text."""
+    """Keep the stop string, or the text of the id that ended a sample, at the end of the text."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids (for benchmarks)."""
     logprobs: int | None = None

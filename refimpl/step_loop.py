@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from refimpl.executor.executor import Executor
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
@@ -17,8 +17,7 @@ from refimpl.scheduler import Scheduler, StepUpdate
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     """A step that was submitted and whose tokens are not taken in yet."""
 
     scheduler_output: SchedulerOutput

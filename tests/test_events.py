@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from refimpl import Engine, EngineArgs, EventLog, SamplingParams
+from refimpl.decision_texts import DECISION_TEXTS, describe
 from refimpl.errors import RefimplError
-from refimpl.events import DECISION_TEXTS, SCHEMA_VERSION, LogHeader, StepRecord, describe
+from refimpl.events import SCHEMA_VERSION, LogHeader, StepRecord
 from refimpl.outputs import Decision
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["depth 0", "depth 1"])

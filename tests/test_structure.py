@@ -20,6 +20,8 @@ LAYERS = [
         "errors",
         "shapes",
         "rope_config",
+        "beam_params",
+        "beam_group",
         "config",
         "sampling_params",
         "sampling_numbers",
@@ -29,6 +31,7 @@ LAYERS = [
         "request",
         "outputs",
         "events",
+        "decision_texts",
         "memory_report",
     },
     {"cache", "scheduler", "tokenizer", "kernels"},
@@ -40,6 +43,7 @@ LAYERS = [
     # The engine and its own helpers.
     {
         "engine",
+        "beam_intake",
         "engine_lock",
         "explain",
         "gate",
@@ -198,7 +202,14 @@ def test_kernels_have_no_init():
 
 def test_visualizers_know_what_happened_and_nothing_of_the_engine():
     for path in (ROOT / "visualizers").rglob("*.py"):
-        assert {part for _, part in ours(path)} <= {"errors", "events", "outputs", "memory_report", "visualizers"}, path
+        assert {part for _, part in ours(path)} <= {
+            "errors",
+            "events",
+            "decision_texts",
+            "outputs",
+            "memory_report",
+            "visualizers",
+        }, path
 
 
 def test_only_known_packages_are_imported_at_the_top():

@@ -16,7 +16,8 @@ from refimpl.events import EventLog, StepRecord
 from refimpl.visualizers.history import History
 from refimpl.visualizers.source import log_of
 from refimpl.visualizers.tail import Tail
-from refimpl.visualizers.timeline_rows import Column, Timeline
+from refimpl.visualizers.timeline_books import Column
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
 from refimpl.visualizers.timelines import timeline_of
 

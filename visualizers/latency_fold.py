@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from refimpl.events import RowKinds, StepRecord, describe
+from refimpl.decision_texts import describe
+from refimpl.events import RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import Arrivals, CountingState

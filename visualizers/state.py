@@ -17,7 +17,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from refimpl.events import StepRecord, describe
+from refimpl.decision_texts import describe
+from refimpl.events import StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish, Preemption
 from refimpl.visualizers.blocks import Blocks, BlockState
 from refimpl.visualizers.sequence_state import NEUTRAL, NUM_HUES, SequenceState

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from refimpl.events import ArrivalRecord, RowKinds, StepRecord, describe
+from refimpl.decision_texts import describe
+from refimpl.events import ArrivalRecord, RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import (
@@ -44,8 +45,6 @@ from refimpl.visualizers.timeline_runs import (
     WITH_SLOT,
     Row,
 )
-
-__all__ = ["Column", "Timeline"]
 
 QUEUE_NOTED = 64
 """Of a long queue, only the first ones are."""
@@ -88,8 +87,7 @@ class Timeline:
         self._arrivals = Arrivals()
         self._holding: dict[int, Row] = {}
         """Rows that hold a slot, by index."""
-        self._queue: dict[int, Row] = {}
-        self._counts = [0] * len(STATES)  # rows in each state
+        self._queue, self._counts = dict[int, Row](), [0] * len(STATES)
         self._followers: dict[str, list[Row]] = {}
         """By request, samples that wait for their prompt."""
         self._late: list[Row] = []  # of sequences that have ended, without a slot

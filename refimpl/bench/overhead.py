@@ -160,7 +160,7 @@ def _host(engine_options: dict[str, Any], sequences: int, steps: int) -> dict[st
     place = itertools.count()
     loaded, runner.model = runner.model, _Reader()  # type: ignore[assignment]
     offsets = 31 * torch.arange(sequences)
-    runner._draw = lambda hidden, inputs: ids[(offsets[: len(inputs.drawing)] + next(place)) % len(ids)]  # type: ignore[method-assign]
+    runner._draw = lambda hidden, inputs, *_: ids[(offsets[: len(inputs.drawing)] + next(place)) % len(ids)]  # type: ignore[method-assign]
     _fill(engine, sequences, tokens, KINDS["greedy"])
     milliseconds = []
     for _ in range(steps):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
@@ -95,7 +95,7 @@ class Refimpl:
         self._engine.close()
 
 
-def in_turn(sides: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+def in_turn(sides: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
     """Run every side ``repeats`` times in turn, so that all see the same machine. A first turn is discarded."""
     for side in sides.values():
         side()

@@ -63,6 +63,8 @@ class InputBatch:
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
         """Take in a step's changes, in the order that SchedulerOutput promises."""
+        for slot, token_id in scheduler_output.chosen:
+            self.token_ids[slot, int(self.num_tokens[slot]) - 1] = token_id
         for admission in scheduler_output.admitted:
             self._admit(admission)
         for slot in scheduler_output.restarted:

@@ -18,7 +18,7 @@ class DecisionLog:
         self._last_wait: tuple[int, str] | None = None
 
     def add(self, sequence: Sequence, kind: str, **numbers: int | str) -> None:
-        """Record a decision about a sequence; ``kind`` and ``numbers`` are those of ``events.DECISION_TEXTS``."""
+        """Record a decision about a sequence; ``kind`` and ``numbers`` are those of ``decision_texts.DECISION_TEXTS``."""
         decision = Decision(self.step, self._clock(), sequence.sequence_id, kind, numbers)
         sequence.decisions.append(decision)
         self._untold.append(decision)

@@ -96,6 +96,10 @@ class Lifecycle:
         [child] = request.sequences
         self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
         self.sequences[child.sequence_id] = child
+        self._join(parent, child)
+
+    def _join(self, parent: Sequence, child: Sequence) -> None:
+        """Let a sequence that goes on from ``parent`` share its blocks, and take a slot; or wait, where that cannot be."""
         if parent.status is Status.RUNNING and not self.running.full and self.can_share and not child.reads_prompt:
             shared = self.kv.fork(parent.sequence_id, child.sequence_id)
             child.num_computed_tokens = parent.num_computed_tokens
@@ -103,9 +107,8 @@ class Lifecycle:
             self._forked.append((parent, child, shared))
             self._log.add(child, "forked", parent=parent.name, slot=child.slot or 0, blocks=len(shared))
         else:
-            self._log.add(
-                child, "arrived", prompt=len(child.token_ids), max_tokens=request.max_tokens, ahead=len(self.waiting)
-            )
+            most, ahead = child.request.max_tokens, len(self.waiting)
+            self._log.add(child, "arrived", prompt=len(child.token_ids), max_tokens=most, ahead=ahead)
             self.waiting.push(child)
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
@@ -141,6 +144,35 @@ class Lifecycle:
         taken, self._exhausted = self._exhausted, []
         return taken
 
+    def _match_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks that a sequence may begin with; none where all of the prompt must be computed, or it is swapped."""
+        if not self.config.enable_kv_cache or sequence.reads_prompt or sequence.sequence_id in self.kv.swap:
+            return []
+        return self.kv.match_prefix(sequence.token_ids, sequence.request.cache_salt)
+
+    def _needed_and_free(self, sequence: Sequence, cached_blocks: list[int]) -> tuple[int, int]:
+        """Blocks that a waiting sequence needs, and those that are to be had.
+
+        Its whole context must fit beside what the running ones still need for theirs: a prompt that is admitted by its
+        first chunk alone would soon be preempted again.
+        """
+        promised = sum(self.kv.blocks_missing(other.sequence_id, other.num_tokens) for other in self.running)
+        if sequence.sequence_id in self.kv.swap:
+            needed = self.kv.blocks_to_resume(sequence.sequence_id, sequence.num_computed_tokens, sequence.num_tokens)
+        else:
+            needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
+        return needed, self.kv.num_free_blocks_beside(cached_blocks) - promised - self._watermark()
+
+    def _watermark(self) -> int:
+        """Blocks that stay free at an admission, for those that run: without them, the newest would soon be preempted."""
+        return self.kv.blocks_to_keep(self.config.watermark) if len(self.running) else 0
+
+    def _wait_for_blocks(self, sequence: Sequence, needed: int, free: int) -> None:
+        if kept := self._watermark():
+            self._log.wait(sequence, "waits_watermark", needed=needed, free=free, kept=kept)
+        else:
+            self._log.wait(sequence, "waits_blocks", needed=needed, free=free)
+
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.order = (self.policy.key(view(sequence)), sequence.sequence_id)
         self.running.add(sequence)
@@ -154,6 +186,9 @@ class Lifecycle:
         step has told of do not: a table which the log never showed cannot be followed to the host.
         """
         untold = plan.withdraw(sequence)
+        beams = sequence.request.beams
+        if beams is not None and beams.pending.pop(sequence.sequence_id, ()):
+            mode = "recompute"  # it has computed all its tokens, and must draw once more
         mode = mode or choose_mode(self.config.preemption_mode, self.costs, sequence.num_computed_tokens)
         mode = "recompute" if untold else mode
         swapped = self.kv.swap_out(sequence.sequence_id) if mode == "swap" else None

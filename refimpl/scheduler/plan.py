@@ -34,6 +34,7 @@ class StepPlan:
         self.num_new_tokens: list[int] = []
         self.admitted: list[Admission] = []
         self.restarted: list[int] = []
+        self.chosen: list[tuple[int, int]] = []
         self.swapped_out: list[tuple[int, int]] = []
         self.swapped_in: list[tuple[int, int]] = []
         self.new_blocks: list[NewBlocks] = []
@@ -109,6 +110,7 @@ class StepPlan:
             batch=last if same else Batch(last.version + 1, *rows),
             admitted=tuple(self.admitted),
             restarted=tuple(self.restarted),
+            chosen=tuple(self.chosen),
             swapped_out=tuple(self.swapped_out),
             swapped_in=tuple(self.swapped_in),
             new_blocks=tuple(self.new_blocks),
@@ -133,4 +135,8 @@ class StepUpdate:
     advanced: list[Sequence] = field(default_factory=list)
     """Sequences that took a token or ended, in row order."""
     finished: list[Finish] = field(default_factory=list)
+    beams: list[tuple[int, ...]] = field(default_factory=list)
+    """The sequences of each beam search that moved on, best first."""
+    chosen: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence, token) that its search chose."""
     decisions: list[Decision] = field(default_factory=list)

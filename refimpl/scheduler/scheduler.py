@@ -12,14 +12,14 @@ from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation, KVCacheManag
 from refimpl.config import SchedulerConfig
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, PrefixHit, SchedulerOutput
 from refimpl.request import Sequence, Status
-from refimpl.scheduler.lifecycle import Lifecycle
+from refimpl.scheduler.beams import BeamLifecycle
 from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
 from refimpl.scheduler.policies import Policy
 from refimpl.scheduler.preemption import PreemptionCosts, choose_victim, view
 from refimpl.scheduler.stopping import TextWatch, failure_of, stop
 
 
-class Scheduler(Lifecycle):
+class Scheduler(BeamLifecycle):
     """Plans steps and takes in what they drew. By default first come, first served, and the newest gives way."""
 
     def __init__(
@@ -32,10 +32,9 @@ class Scheduler(Lifecycle):
         text: TextWatch | None = None,
         costs: PreemptionCosts | None = None,
     ) -> None:
-        super().__init__(config, kv_cache_manager, clock, policy, text, costs)
+        super().__init__(config, kv_cache_manager, clock, policy, text, costs, eos_token_ids=frozenset(eos_token_ids))
         self.step = 0
         """The number of the next step."""
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._last_batch = EMPTY_BATCH
         self._forced: dict[int, list[tuple[str, str]]] = {}
 
@@ -52,6 +51,7 @@ class Scheduler(Lifecycle):
         further step can be planned before this one's tokens are known.
         """
         plan = StepPlan(self.step, self.config.max_num_batched_tokens)
+        self._end_given_up(plan)
         for parent, child, shared in self._forked:
             if child.slot is not None:  # else it was aborted before it ever ran
                 plan.forks.append((parent.sequence_id, child.sequence_id))
@@ -62,6 +62,9 @@ class Scheduler(Lifecycle):
         self._continue_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
+        self._break_standstill(plan)
+        plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
+        self._continued = []
         plan.preempted[:0] = self._dropped
         output = plan.freeze(self._last_batch, self._arrived, self._aborted, self.kv.take_cache_changes(), self._log.take())
         self._arrived, self._aborted, self._dropped = [], [], []
@@ -90,6 +93,10 @@ class Scheduler(Lifecycle):
                 update.token_ids.append(NO_TOKEN)
                 self._fail(sequence, failure, update)
                 continue
+            if sequence.request.beams is not None:
+                update.token_ids.append(NO_TOKEN)
+                self._propose(sequence, extras, update)
+                continue
             update.advanced.append(sequence)
             update.token_ids.append(token_id)
             sequence.token_ids.append(token_id)
@@ -107,7 +114,8 @@ class Scheduler(Lifecycle):
     def _fail(self, sequence: Sequence, reason: str, update: StepUpdate) -> None:
         """End a sequence that cannot go on; where that is its prompt's doing, with all samples of the prompt."""
         in_prompt = len(sequence.token_ids) == sequence.num_prompt_tokens
-        for one in sequence.request.sequences if in_prompt else [sequence]:
+        all_of_them = in_prompt or sequence.request.beams is not None
+        for one in sequence.request.sequences if all_of_them else [sequence]:
             if not one.finished:
                 one.stop_reason = reason
                 update.advanced.append(one)
@@ -138,7 +146,12 @@ class Scheduler(Lifecycle):
                 self._add(sequence, num_new_tokens, allocation, plan)
 
     def _num_new_tokens(self, sequence: Sequence, budget: int) -> int:
-        """Tokens that a sequence would compute now, at most ``budget``; 0 if all its tokens are ordered already."""
+        """Tokens that a sequence would compute now, at most ``budget``; 0 if all its tokens are ordered already.
+
+        A beam's next token is chosen by the host: it pauses until then.
+        """
+        if sequence.request.beams is not None and (sequence.num_tokens_in_flight or self._at_barrier(sequence)):
+            return 0
         num_tokens = len(sequence.token_ids) + sequence.num_tokens_in_flight
         if num_tokens - sequence.num_prompt_tokens >= sequence.request.max_tokens:  # ending
             return 0
@@ -154,6 +167,10 @@ class Scheduler(Lifecycle):
     def _make_room(self, sequence: Sequence, num_new_tokens: int, plan: StepPlan) -> Allocation | None:
         """The blocks for a running sequence's new tokens are not to be had: newer ones give way. None: not in this step."""
         while (allocation := self._allocate(sequence, num_new_tokens)) is None:
+            if sequence.request.beams is not None and all(o.request is sequence.request for o in self.running):
+                if sequence.request not in self._given_up:
+                    self._given_up.append(sequence.request)
+                return None
             victim = choose_victim(self.running, set(plan.sequence_ids), self.policy)
             if victim is not sequence:
                 self._preempt(victim, plan, cause=f"{sequence.name} needs a block and goes first")
@@ -221,35 +238,6 @@ class Scheduler(Lifecycle):
 
     def _next_to_admit(self) -> Sequence | None:
         return self.waiting.head()
-
-    def _match_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that a sequence may begin with; none where all of the prompt must be computed, or it is swapped."""
-        if not self.config.enable_kv_cache or sequence.reads_prompt or sequence.sequence_id in self.kv.swap:
-            return []
-        return self.kv.match_prefix(sequence.token_ids, sequence.request.cache_salt)
-
-    def _needed_and_free(self, sequence: Sequence, cached_blocks: list[int]) -> tuple[int, int]:
-        """Blocks that a waiting sequence needs, and those that are to be had.
-
-        Its whole context must fit beside what the running ones still need for theirs: a prompt that is admitted by its
-        first chunk alone would soon be preempted again.
-        """
-        promised = sum(self.kv.blocks_missing(other.sequence_id, other.num_tokens) for other in self.running)
-        if sequence.sequence_id in self.kv.swap:
-            needed = self.kv.blocks_to_resume(sequence.sequence_id, sequence.num_computed_tokens, sequence.num_tokens)
-        else:
-            needed = self.kv.blocks_for(sequence.num_tokens) - len(cached_blocks)
-        return needed, self.kv.num_free_blocks_beside(cached_blocks) - promised - self._watermark()
-
-    def _watermark(self) -> int:
-        """Blocks that stay free at an admission, for those that run: without them, the newest would soon be preempted."""
-        return self.kv.blocks_to_keep(self.config.watermark) if len(self.running) else 0
-
-    def _wait_for_blocks(self, sequence: Sequence, needed: int, free: int) -> None:
-        if kept := self._watermark():
-            self._log.wait(sequence, "waits_watermark", needed=needed, free=free, kept=kept)
-        else:
-            self._log.wait(sequence, "waits_blocks", needed=needed, free=free)
 
     def _fits(self, sequence: Sequence) -> bool:
         needed, free = self._needed_and_free(sequence, self._match_prefix(sequence))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+from operator import sub
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from refimpl.outputs import SchedulerOutput
 from refimpl.recorder import PlanTime, Recorder
@@ -33,7 +34,7 @@ class Tally(Recorder):
         self._first_tokens: list[float] = []
         self._whole: list[float] = []
         self._per_token: list[float] = []
-        self._gaps: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+        self._gaps = array("d")
 
     def record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
         """Count a step, and write it down if anybody would see it."""
@@ -56,9 +57,12 @@ class Tally(Recorder):
         blocks = self._num_blocks - planned.num_free_blocks
         self._sequence_seconds += sequences * seconds
         self._block_seconds += blocks * seconds
-        self.peak_sequences = max(self.peak_sequences, sequences)
-        self.peak_blocks = max(self.peak_blocks, blocks)
-        self.peak_waiting = max(self.peak_waiting, planned.num_waiting)
+        if sequences > self.peak_sequences:
+            self.peak_sequences = sequences
+        if blocks > self.peak_blocks:
+            self.peak_blocks = blocks
+        if planned.num_waiting > self.peak_waiting:
+            self.peak_waiting = planned.num_waiting
 
     def count(self, request: Request) -> None:
         """Take in a request that has ended: its tokens, and when they came."""
@@ -71,7 +75,7 @@ class Tally(Recorder):
         if metrics.first_token_time is not None and metrics.finished_time is not None:
             self._first_tokens.append(metrics.first_token_time - metrics.arrival_time)
             self._whole.append(metrics.finished_time - metrics.arrival_time)
-            self._gaps.append(np.diff(np.asarray(times)))
+            self._gaps.extend(map(sub, times[1:], times))
             if len(times) > 1:
                 self._per_token.append((times[-1] - times[0]) / (len(times) - 1))
 
@@ -90,7 +94,7 @@ class Tally(Recorder):
             "concurrency_peak": self.peak_sequences,
             "waiting_peak": self.peak_waiting,
             **_percentiles("ttft", self._first_tokens),
-            **_percentiles("itl", np.concatenate(self._gaps) if self._gaps else []),
+            **_percentiles("itl", self._gaps),
             **_percentiles("tpot", self._per_token),
             **_percentiles("latency", self._whole),
             "kv_use_mean": self._block_seconds / seconds / self._num_blocks if seconds else 0.0,
@@ -101,6 +105,8 @@ class Tally(Recorder):
 
 def _percentiles(name: str, seconds: Any) -> dict[str, float | None]:
     """None where nothing was measured, such as the gaps of answers of one token."""
+    import numpy as np
+
     levels = (50, 90, 99)
     found = np.percentile(seconds, levels).tolist() if len(seconds) else [None] * len(levels)
     return {f"{name}_p{level}": value for level, value in zip(levels, found, strict=True)}

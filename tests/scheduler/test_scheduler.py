@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import FakeExecutor, books, make_request, make_scheduler, run_all
 
+from refimpl.decision_texts import describe
 from refimpl.errors import PromptError
-from refimpl.events import describe
 from refimpl.outputs import SchedulerOutput
 from refimpl.request import Status
 

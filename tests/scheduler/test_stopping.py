@@ -3,7 +3,7 @@
 import pytest
 from scheduler_support import make_request, make_scheduler, run_all
 
-from refimpl.events import describe
+from refimpl.decision_texts import describe
 
 
 class Text:

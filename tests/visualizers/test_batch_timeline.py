@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from refimpl import Engine, EngineArgs, SamplingParams
-from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, StepRecord, describe
-from refimpl.visualizers.batch_timeline import FIGURE, MOST_ROWS, SHOWN, ticks, window
-from refimpl.visualizers.figure import plain
+from refimpl.decision_texts import describe
+from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, StepRecord
+from refimpl.visualizers.batch_timeline import FIGURE, MOST_ROWS, SHOWN, columns_in, ticks, window
+from refimpl.visualizers.figure import Look, plain
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import DARK, LIGHT
 from refimpl.visualizers.timeline_books import Column
@@ -267,3 +268,34 @@ def test_the_svg_is_a_document_whose_label_is_the_caption(palette):
         assert root.get("aria-label") == plain(picture["caption"])
     texts = [element.text for element in ElementTree.fromstring(FIGURE.svg(FIGURE.picture(history, 20), palette)).iter()]
     assert {"A", "B·0", "B·1", "16 budget", "12 blocks", "preempted"} <= set(texts)
+
+
+# ---------------------------------------------------------------------- what a view wants to see
+
+
+def test_a_narrow_view_shows_fewer_columns_and_never_less_than_the_position():
+    assert [columns_in(width) for width in (320, 600, 899, 900, 1216, 5_000)] == [60, 130, 200, 160, SHOWN, SHOWN]
+    history = many(6, 2_000)
+    for width in (320, 700, 1_000):
+        for position in (0, 59, 61, 1_000, 1_999):
+            picture = FIGURE.picture(history, position, Look(width))
+            assert picture["columns"] == columns_in(width)
+            assert picture["first"] <= position < picture["last"] <= picture["first"] + picture["columns"]
+
+
+def test_a_pinned_request_is_among_the_rows_however_far_it_waits():
+    history = many(10_000, 1_000)
+    unpinned, pinned = FIGURE.picture(history, 40), FIGURE.picture(history, 40, Look(pinned="r9000"))
+    names = [row["request"] for row in pinned["rows"]]
+    assert "r9000" not in [row["request"] for row in unpinned["rows"]]
+    assert names[-1] == "r9000"
+    assert len(names) == MOST_ROWS
+    assert pinned["num_hidden"] == unpinned["num_hidden"]
+
+
+def test_who_waits_while_others_are_preempted_is_told_so():
+    history, _ = run()
+    assert any(record.preempted for record in history.records)
+    told = [plain(FIGURE.picture(history, position)["caption"]) for position in range(len(history))]
+    assert "for a step that preempts" in told[-1]
+    assert not any("other reasons" in caption or "before this log" in caption for caption in told)

@@ -306,7 +306,7 @@ def test_captions_are_the_pictures_text_and_tab_goes_from_the_transport_through_
         assert caption in [picture.get_attribute("aria-label") for picture in pictures]
     assert widget.root.locator("canvas:not([role=img]):not([aria-hidden=true])").count() == 0
     reached = widget.root.evaluate(
-        "root => [...root.querySelectorAll('button:not([hidden]), input, [tabindex='0']')].map((el) => el.tagName)"
+        "root => [...root.querySelectorAll(`button:not([hidden]), input, [tabindex='0']`)].map((el) => el.tagName)"
     )
     assert reached[:2] == ["BUTTON", "BUTTON"]
     assert reached.index("INPUT") < reached.index("CANVAS")

@@ -12,8 +12,9 @@ import sys
 import pytest
 
 from refimpl import LLM, Engine, EngineArgs, SamplingParams
+from refimpl.decision_texts import describe
 from refimpl.errors import RefimplError
-from refimpl.events import SCHEMA_VERSION, EventLog, LogHeader, describe
+from refimpl.events import SCHEMA_VERSION, EventLog, LogHeader
 from refimpl.visualizers.export import SLICES, export_perfetto, record, replay
 from refimpl.visualizers.history import History
 

@@ -12,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scheduler"))
 from prove import random_call, random_driver
 from sharing_support import Driver
 
+from refimpl import Engine, EngineArgs, SamplingParams
 from refimpl.cache.shadow import ShadowExecutor
+from refimpl.decision_texts import describe
 from refimpl.errors import RequestError
-from refimpl.events import ArrivalRecord, StepRecord, describe
+from refimpl.events import ArrivalRecord, StepRecord
 from refimpl.outputs import NO_TOKEN, Finish, Preemption
 from refimpl.visualizers.state import State
 from refimpl.visualizers.timeline_books import CAUSES, MEMORY, SLOT
@@ -353,3 +355,18 @@ def test_causes_have_a_number_each():
     assert timeline.holds.at(timeline.holds.for_memory[0].since) is timeline.holds.for_memory[0]
     assert timeline.columns[-1].waits[MEMORY] == timeline.rows[1].sums(len(timeline))[0]
     assert NO_TOKEN not in [t for record in driver.recorder.events.records for t in record.token_ids]
+
+
+def test_a_replayed_log_of_a_cache_that_cannot_share_has_no_followers():
+    """There each sample computes the prompt on its own: it waits for a slot, not for another sample."""
+    engine = Engine(EngineArgs(model="tiny", kv_cache_manager="contiguous", max_model_len=64, max_num_seqs=1))
+    engine.add_request("a", [1, 2, 3], SamplingParams(n=3, max_tokens=3, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+    config, records = engine.events.header.config, list(engine.events.records)
+    assert config["can_share"] is False
+    for told in (config, {key: value for key, value in config.items() if key != "can_share"}):
+        timeline = Timeline(told)
+        timeline.extend(records)
+        assert [row.at(0)[0] for row in timeline.rows] == [PREFILL, WAITING, WAITING]

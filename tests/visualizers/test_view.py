@@ -14,9 +14,9 @@ from refimpl.events import ArrivalRecord, EventLog, LogHeader, StepRecord
 from refimpl.outputs import Finish
 from refimpl.visualizers import block_map
 from refimpl.visualizers.figures import ALL
-from refimpl.visualizers.frames import Sender
+from refimpl.visualizers.frames import Sender, transport
 from refimpl.visualizers.history import History
-from refimpl.visualizers.player import Player, player_of
+from refimpl.visualizers.player import FEWEST_FRAMES, MOST_FRAMES, SHARE, Player, pause_after, player_of
 from refimpl.visualizers.source import player_for
 from refimpl.visualizers.view import View
 from refimpl.visualizers.widgets import BlockMap, Dashboard
@@ -337,6 +337,69 @@ def test_frames_are_sent_in_the_order_in_which_they_were_taken(log, shown):
     hello.join(PATIENCE)
     other.join(PATIENCE)
     assert order == [True, False]
+
+
+def test_only_what_changed_travels(log):
+    """Of a picture the keys whose values changed, of its cells those of other bytes; put together they are the picture."""
+    player, sender, seen = Player(log), Sender(ALL), {}
+    whole_bytes = 0
+    for position in range(len(log.records)):
+        player.position = position
+        message, buffers = sender.frame(player, position == 0)
+        for name, changes in message["pictures"].items():
+            before = seen.setdefault(name, {})
+            same = {key for key, value in changes.items() if key in before and before[key] == value}
+            assert same <= {"cells", "buffer"}
+            before.update(changes)
+        whole_bytes += sum(map(len, buffers)) if message["pictures"].get("block_map", {}).get("cells") == "all" else 0
+        for figure in ALL:
+            fresh = figure.picture(player.history, position)
+            assert {key: seen[figure.name][key] for key in fresh if key != "cells"} == {
+                key: value for key, value in fresh.items() if key != "cells"
+            }
+    assert whole_bytes == block_map.CELL.size * 15
+
+
+def test_a_step_of_a_large_pool_sends_the_blocks_it_touched():
+    engine = make_engine(num_gpu_blocks_override=3_000, max_num_batched_tokens=64)
+    add(engine, requests=4)
+    player, sender = Player(engine.events), Sender((block_map.FIGURE,))
+    engine.step()
+    player.catch_up()
+    sender.frame(player, True)
+    for _ in range(5):
+        engine.step()
+        player.catch_up()
+        _, words = cells_of(sender, player)
+        assert 0 < len(words) // 3 <= 2 * 5  # of five sequences: the last block, and at most one more
+    engine.close()
+
+
+def test_a_view_tells_its_width_and_gets_a_picture_for_it(log, shown):
+    view = shown(log, Dashboard)
+    tell(view, type="hello")
+    tell(view, type="width", width=500)
+    tell(view, type="width", width=-3)
+    assert view._sender.width == 1
+    tell(view, type="width", width="wide")
+    assert said(view) == ["that did not work: invalid literal for int() with base 10: 'wide'"]
+
+
+def test_an_engine_whose_outputs_only_wait_to_be_returned_cannot_be_driven(engine, shown):
+    view = shown(engine)
+    add(engine, requests=1, max_tokens=2)
+    told = []
+    for _ in range(3):
+        told.append(transport(view.player)["drivable"])
+        tell(view, type="step", delta=1)
+    assert told == [True, True, False]
+    assert engine.has_unfinished_requests()
+
+
+def test_the_pause_after_a_frame_keeps_to_the_share_within_the_frame_rates():
+    assert pause_after(0.0) == 1 / MOST_FRAMES
+    assert pause_after(0.004) + 0.004 == pytest.approx(0.004 / SHARE)
+    assert pause_after(0.04) + 0.04 == pytest.approx(1 / FEWEST_FRAMES)
 
 
 # ---------------------------------------------------------------------- the player

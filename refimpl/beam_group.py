@@ -9,8 +9,9 @@ among the first W; the first W others go on. Log-probabilities are summed in flo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from refimpl.beam_params import BeamSearchParams
 
@@ -38,8 +39,7 @@ class Hypothesis:
     logprob: float
     """Sum of their log-probabilities."""
     score: float
-    reason: str
-    """stop or length."""
+    reason: Literal["stop", "length"]
 
 
 class BeamGroup:
@@ -49,10 +49,11 @@ class BeamGroup:
         params: how to search.
         max_tokens: the most output tokens, where the context ends before ``params.max_tokens``.
         num_stop_ids: ids that end a text; so many more continuations a beam are looked at, so that W are left to go on.
+        first_sequence_id: of the ids that are set aside for the beams and the hypotheses.
 
     """
 
-    def __init__(self, params: BeamSearchParams, max_tokens: int, num_stop_ids: int) -> None:
+    def __init__(self, params: BeamSearchParams, max_tokens: int, num_stop_ids: int, first_sequence_id: int) -> None:
         self.params = params
         self.width = params.beam_width
         self.max_tokens = max_tokens
@@ -61,16 +62,32 @@ class BeamGroup:
         self.finished: list[Hypothesis] = []
         """The best ``width`` finished ones, best first."""
         self.done = False
+        self.first_sequence_id = first_sequence_id
+        self.pending: dict[int, Proposals] = {}
+        """What beams have proposed in this step of the search, by sequence id."""
+        self.times: list[float] = []
+        """When each step of the search was taken, in seconds of the engine's clock."""
+        self._num_taken = 1  # the first beam
         self._outputs: list[tuple[int, ...]] = [()]
         """What each running beam has drawn, best first."""
         self._logprobs: list[float] = [0.0]
 
-    def advance(self, proposals: Mapping[int, Proposals], ends: Callable[[int, int], bool]) -> list[Continuation]:
+    @property
+    def num_ids(self) -> int:
+        """Sequence ids that a search may need: for every beam of every step, and the hypotheses."""
+        return 1 + self.width * (self.max_tokens + 1)
+
+    def take_number(self) -> int:
+        """The number of a new beam or hypothesis."""
+        self._num_taken += 1
+        return self._num_taken - 1
+
+    def advance(self, proposals: Sequence[Proposals], ends: Callable[[int], bool]) -> list[Continuation]:
         """Take one step: from the proposals of each running beam to the beams that run from here on, best first.
 
         Args:
-            proposals: by beam, as they were returned last (at first there is one).
-            ends: whether a beam's text ends with a token.
+            proposals: of each beam, in the order in which they were returned last (at first there is one).
+            ends: whether a text ends with a token.
 
         Returns:
             The next beams; none when the search is done.
@@ -81,7 +98,7 @@ class BeamGroup:
         at_limit = length >= self.max_tokens
         going, ended = [], []
         for rank, continuation in enumerate(best):
-            stops = ends(continuation.beam, continuation.token_id)
+            stops = ends(continuation.token_id)
             if (stops or at_limit) and rank < self.width:
                 ended.append(self._hypothesis(continuation, length, "stop" if stops else "length"))
             if not stops and not at_limit:
@@ -94,17 +111,17 @@ class BeamGroup:
         self.done = not going or self._cannot_improve(length)
         return [] if self.done else going
 
-    def give_up(self, reason: str = "length") -> None:
+    def give_up(self) -> None:
         """End the search here: the beams that run become hypotheses as they are, where there are too few finished ones."""
         running = [
-            Hypothesis(output, logprob, self._score(logprob, len(output)), reason)
+            Hypothesis(output, logprob, self._score(logprob, len(output)), "length")
             for output, logprob in zip(self._outputs, self._logprobs, strict=True)
         ]
         self.finished = (self.finished + sorted(running, key=lambda h: -h.score))[: self.width]
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         self.done = True
 
-    def _best(self, proposals: Mapping[int, Proposals]) -> list[Continuation]:
+    def _best(self, proposals: Sequence[Proposals]) -> list[Continuation]:
         every = [
             Continuation(beam, token_id, self._logprobs[beam] + logprob)
             for beam in range(len(self._outputs))
@@ -114,7 +131,7 @@ class BeamGroup:
         every.sort(key=lambda c: (-c.logprob, c.beam, c.token_id))
         return every[: self.num_candidates]
 
-    def _hypothesis(self, continuation: Continuation, length: int, reason: str) -> Hypothesis:
+    def _hypothesis(self, continuation: Continuation, length: int, reason: Literal["stop", "length"]) -> Hypothesis:
         output = (*self._outputs[continuation.beam], continuation.token_id)
         return Hypothesis(output, continuation.logprob, self._score(continuation.logprob, length), reason)
 
