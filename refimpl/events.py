@@ -133,7 +133,7 @@ class RowKinds:
     def of(self, record: StepRecord) -> list[RowKind]:
         """The kind of each row of the next record."""
         prefilling = self._prefilling
-        if not prefilling and not record.admitted:
+        if not prefilling and not record.admitted and not record.preempted:
             return ["decode"] * len(record.sequence_ids)
         prefilling.difference_update(finish.sequence_id for finish in (*record.aborted, *record.exhausted))
         for preemption in record.preempted:

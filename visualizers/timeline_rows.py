@@ -219,13 +219,12 @@ class Timeline:
 
     def _preempt(self, sequence_id: int, mode: str) -> None:
         """A running sequence gives way; or a swapped one, which was preempted before, is to be recomputed."""
-        row = self.row_of.get(sequence_id)
+        self._steady, row = None, self.row_of.get(sequence_id)
         if row is not None and row.state == SWAPPED:
             self._set(row, len(self), QUEUED)
             return
         self._num_preemptions += 1
         self._last_preemption = len(self)
-        self._steady = None
         if row is not None:
             row.preemptions.append(len(self))
             self.overview.mark(row.index, PREEMPTED)

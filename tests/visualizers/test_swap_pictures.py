@@ -27,7 +27,7 @@ from refimpl.visualizers.host_strip import MOST_LINES, lines
 from refimpl.visualizers.palette import LIGHT
 from refimpl.visualizers.state import State
 from refimpl.visualizers.terminal import render
-from refimpl.visualizers.timeline_runs import QUEUED, SWAPPED
+from refimpl.visualizers.timeline_runs import DECODE, QUEUED, SWAPPED
 from refimpl.visualizers.timelines import timeline_of
 
 SWAP = {"swap_space": 1.0, "preemption_mode": "swap", "num_host_blocks": 30}
@@ -140,7 +140,7 @@ def test_the_timeline_is_swapped_until_it_comes_back_and_queued_when_its_blocks_
     row = next(row for row in timeline.rows if row.letter == "A·0")
     assert row.preemptions == [at]
     assert row.at(at)[0] == SWAPPED
-    assert row.at(at + 1)[0] != SWAPPED
+    assert row.at(at + 1)[0] == DECODE, "it goes on where it was"
     assert timeline.columns[at].on_host == history.state_at(at).swapped.num_used
     swapped.preempt(swapped.requests["0"], "swap")
     swapped.step()
