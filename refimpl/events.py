@@ -81,7 +81,9 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     forks: tuple[tuple[int, int], ...] = ()
     """(parent sequence, child sequence)."""
     beams: tuple[tuple[int, ...], ...] = ()
-    """The sequences of each beam search, best first."""
+    """The sequences of each beam search that moved on, best first. Forks among them are in the next record."""
+    chosen: tuple[tuple[int, int, str], ...] = ()
+    """(sequence, token, its text): what searches chose for their beams, whose rows draw nothing."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """Token ids drafted for each row."""
     num_accepted: tuple[int, ...] = ()

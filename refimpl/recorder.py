@@ -105,6 +105,8 @@ class Recorder:
             num_free_blocks=planned.num_free_blocks,
             num_running=planned.num_running,
             num_waiting=planned.num_waiting,
+            beams=tuple(update.beams),
+            chosen=tuple((sequence_id, token, text(token)) for sequence_id, token in update.chosen),
             decisions=output.decisions + tuple(update.decisions),
         )
 

@@ -51,6 +51,8 @@ class State:
         self.num_host_blocks: int = config.get("num_host_blocks", 0)
         """Of the swap space."""
         self.swapped = Swapped(self.blocks)
+        self._to_come: dict[int, str] = {}
+        """The last token of beams that fork off in the next record, by sequence id."""
         self._ended: list[int] = []
         """Of the last record; the next one forgets them."""
         self._resting_hues = list(range(NUM_HUES))
@@ -140,6 +142,8 @@ class State:
             self._preempt(preemption, moved)
         self.blocks.unpublish(record.cache_changes.evicted)
         for parent, child in record.forks:
+            if child not in self.sequences and parent in self.sequences:
+                self._branch(self.sequences[parent], child, record)
             if child in self.sequences:
                 self.sequences[child].parent = parent
         self.swapped.move_in({host_id: block_id for block_id, host_id in record.swapped_in})
@@ -172,8 +176,32 @@ class State:
                 if len(sequence.texts) == sequence.num_tokens:
                     sequence.texts.append(text)
                 sequence.num_tokens += 1
+        for sequence_id, _, text in record.chosen:
+            self._to_come[sequence_id] = text
+            if (one := sequences.get(sequence_id)) is not None:
+                one.texts = [*one.token_texts, self._to_come.pop(sequence_id)]
+                one.num_tokens += 1
         for finish in record.finished:
             self._end(finish)
+
+    def _branch(self, parent: SequenceState, sequence_id: int, record: StepRecord) -> None:
+        """A beam forks off another, which has its own token already."""
+        first = self.sequences.get(parent.family, parent)
+        self._alive_of[parent.family] = self._alive_of.get(parent.family, 0) + 1
+        number = sequence_id - parent.family
+        texts = [*parent.token_texts[:-1], self._to_come.pop(sequence_id, "")]
+        self.sequences[sequence_id] = SequenceState(
+            sequence_id=sequence_id,
+            request_id=parent.request_id,
+            family=parent.family,
+            letter=f"{first.letter.split('·')[0]}·{number}",
+            name=f"{parent.request_id}/{number}",
+            num_prompt_tokens=parent.num_prompt_tokens,
+            texts=texts,
+            num_tokens=len(texts),
+            arrived_at=record.scheduled_at,
+            arrived_step=record.step,
+        )
 
     def _living(self, sequence_id: int | None) -> SequenceState | None:
         sequence = self.sequences.get(sequence_id) if sequence_id is not None else None
@@ -236,8 +264,8 @@ class State:
             return
         sequence.finish_reason = finish.reason
         if sequence.phase != "padding":
-            self.num_finished += 1
             self._rest_hue(sequence)
+            self.num_finished += finish.reason != "pruned" or sequence.family not in self._alive_of
         if finish.stays:
             sequence.phase = "padding"
             return
@@ -294,7 +322,7 @@ class State:
 
 
 _NUMBERS = ("record", "truncated", "num_requests", "num_finished")
-_BOOKS = ("_resting_hues", "_hue_of", "_alive_of", "_ended")
+_BOOKS = ("_resting_hues", "_hue_of", "_alive_of", "_ended", "_to_come")
 
 
 @dataclass(frozen=True, slots=True)

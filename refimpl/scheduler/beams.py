@@ -28,6 +28,8 @@ class BeamLifecycle(Lifecycle):
         """Beams that took a token since the last plan: the executor has another one in its place."""
         self._given_up: list[Request] = []
         """Searches that the cache is too small for."""
+        self._born: list[tuple[int, int]] = []
+        """(beam, beam that forked off it) since the last plan."""
 
     def _propose(self, beam: Sequence, extras: RowExtras | None, update: StepUpdate) -> None:
         """A beam's row came back. The last one of its request to do so moves the search on."""
@@ -80,7 +82,9 @@ class BeamLifecycle(Lifecycle):
             path=parent.path,
         )
         child.token_times = list(parent.token_times)
+        child.decisions.extend(parent.decisions)  # its story too, up to here
         self.sequences[child.sequence_id] = child
+        self._born.append((parent.sequence_id, child.sequence_id))
         self._join(parent, child)
         return child
 

@@ -41,6 +41,8 @@ class StepPlan:
         self.copies: list[BlockCopy] = []
         self.prefix_hits: list[PrefixHit] = []
         self.forks: list[tuple[int, int]] = []
+        self.born: list[tuple[int, int]] = []
+        """Forks of beams, told even where the child finds no slot: nothing else tells that it is there."""
         self.preempted: list[Preemption] = []
         self.exhausted: list[Finish] = []
 
@@ -116,7 +118,7 @@ class StepPlan:
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
             prefix_hits=tuple(self.prefix_hits),
-            forks=tuple(self.forks),
+            forks=tuple(dict.fromkeys(self.forks + self.born)),
             arrived=tuple(arrived),
             aborted=tuple(aborted),
             preempted=tuple(self.preempted),

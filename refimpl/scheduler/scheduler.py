@@ -64,7 +64,7 @@ class Scheduler(BeamLifecycle):
             self._admit_waiting(plan)
         self._break_standstill(plan)
         plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
-        self._continued = []
+        plan.born, self._born, self._continued = self._born, [], []
         plan.preempted[:0] = self._dropped
         output = plan.freeze(self._last_batch, self._arrived, self._aborted, self.kv.take_cache_changes(), self._log.take())
         self._arrived, self._aborted, self._dropped = [], [], []

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scheduler"))
 from prove import random_call, random_driver
 from sharing_support import Driver
 
-from refimpl import LLM, SamplingParams
+from refimpl import LLM, BeamSearchParams, SamplingParams
 from refimpl.errors import RequestError
 from refimpl.events import EventLog
 from refimpl.visualizers.history import History
@@ -173,3 +173,27 @@ def test_a_reset_of_an_idle_engine_is_in_the_log():
         assert history.last.counts()["cached"] > 0
         llm.engine.reset_prefix_cache()
         assert History(llm.engine.events).last.counts()["cached"] == 0
+
+
+def test_beams_are_of_one_request_and_their_texts_are_those_of_the_search():
+    llm = LLM("tiny", num_gpu_blocks_override=14, block_size=4, max_num_seqs=5, enable_prefix_caching=False)
+    engine = llm.engine
+    for number, text in enumerate(("Hello", "you there")):
+        engine.add_request(str(number), text, BeamSearchParams(beam_width=3, max_tokens=7, ignore_eos=True))
+    state, forks = State(engine.events.header.config), 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        record = engine.events.records[-1]
+        state.apply(record)
+        forks += len(record.forks)
+        known, alive = {s.sequence_id: s for s in state.alive()}, engine.scheduler.sequences
+        if not engine.scheduler._born:  # else a record to come tells of a fork
+            assert {i: tuple(s.table) for i, s in known.items() if s.table} == engine.scheduler.snapshot().tables
+            assert known.keys() == alive.keys()
+            texts = {i: "".join(map(engine.tokenizer.token_text, s.token_ids)) for i, s in alive.items()}
+            assert {i: "".join(s.token_texts) for i, s in known.items()} == texts
+        assert {s.request_id for s in known.values()} <= {"0", "1"}
+    assert forks > 4
+    assert state.num_finished == state.num_requests == 2
+    assert state.counts()["free"] == 14
+    llm.close()
