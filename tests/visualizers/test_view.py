@@ -495,7 +495,7 @@ def test_a_player_whose_listeners_left_has_no_thread_and_starts_one_for_the_next
 
 
 class Broken(block_map.BlockMap):
-    def picture(self, history, position):
+    def picture(self, history, position, look=None):
         raise ValueError("this figure is broken")
 
 
