@@ -122,13 +122,14 @@ class Engine:
         self, request_id: str, prompt: str | list[int], sampling_params: SamplingParams | BeamSearchParams, **options: Any
     ) -> PreparedRequest:
         """The first half of :meth:`add_request`, which raises what that one would: check and tokenise. Waits for no step."""
-        if options.get("priority", 0) != 0 and self.scheduler.policy.name == "fcfs":
+        prepared = self._intake.prepare(request_id, prompt, sampling_params, **options)
+        if prepared.priority != 0 and self.scheduler.policy.name == "fcfs":
             raise RequestError(
-                f"priority is {options['priority']}, but this engine serves in order of arrival; use "
+                f"priority is {prepared.priority}, but this engine serves in order of arrival; use "
                 "scheduling_policy='priority'",
                 request_id=request_id,
             )
-        return self._intake.prepare(request_id, prompt, sampling_params, **options)
+        return prepared
 
     def queue(self, prepared: PreparedRequest) -> None:
         """The second half: queue what was prepared, or raise what :meth:`add_request` would."""

@@ -142,7 +142,7 @@ def test_a_notebook_of_the_course_runs_and_its_widgets_step_play_pause_and_say_w
 def test_the_course_shows_why_a_request_gave_way(notebook):
     widget = widgets_of(notebook)[-1]
     widget.click("Next preemption")
-    widget.says("gave way")
+    widget.says("is preempted")
 
 
 @pytest.mark.parametrize("notebook", ["00_quickstart"], indirect=True)
