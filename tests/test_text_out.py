@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from refimpl import Engine, EngineArgs, SamplingParams
 from refimpl.executor.model_free import ModelFreeExecutor
-from refimpl.outputs import NO_TOKEN
+from refimpl.outputs import NO_TOKEN, ModelRunnerOutput
 from refimpl.tokenizer import byte_tokenizer, make_detokenizer
 
 PROMPT = "The quick brown fox"
@@ -174,9 +174,14 @@ class Scripted(ModelFreeExecutor):
     def say(self, tokens=(), prompt=1):
         self.tokens, self.prompt = list(tokens), prompt
 
-    def _row(self, slot, num_new_tokens):
-        drawn, at = super()._row(slot, num_new_tokens), self._known[slot] - 1 - self.prompt
-        return drawn if drawn == NO_TOKEN else self.tokens[at] if at < len(self.tokens) else ord("z")
+    def run(self, scheduler_output):
+        drawn = super().run(scheduler_output).token_ids
+        rows = zip(drawn, scheduler_output.batch.slots, strict=True)
+        return ModelRunnerOutput(tuple(d if d == NO_TOKEN else self.scripted(self._known[slot] - 1) for d, slot in rows))
+
+    def scripted(self, position):
+        place = position - self.prompt
+        return self.tokens[place] if place < len(self.tokens) else ord("z")
 
 
 def scripted(**options):

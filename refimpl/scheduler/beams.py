@@ -63,7 +63,8 @@ class BeamLifecycle(Lifecycle):
         for beam, continuation in zip(request.sequences, following, strict=True):
             beam.token_ids.append(continuation.token_id)
             beam.token_times.append(group.times[-1])
-            self._continued.append(beam)
+            if beam in beams:  # a fork is told of with its token
+                self._continued.append(beam)
             update.chosen.append((beam.sequence_id, continuation.token_id))
         update.beams.append(tuple(beam.sequence_id for beam in request.sequences))
 
