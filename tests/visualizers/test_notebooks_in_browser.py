@@ -16,7 +16,14 @@ SECONDS = 600
 TOO_LATE = "Failed to initialize model"
 """What anywidget says of a widget whose module has not been loaded after two seconds; it comes with the next load."""
 
-GENERATE = "llm.generate(prompts[:2], SamplingParams(max_tokens=2_000, ignore_eos=True), use_tqdm=False)"
+ANOTHER = """
+import time
+llm = LLM("tiny")
+_ = llm.engine.events.subscribe(lambda record: time.sleep(0.3))
+llm.generate("Hello", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+"""
+"""The notebook closes its own at the end."""
+GENERATE = "llm.generate(['A river', 'A hill'], SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)"
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +156,7 @@ def test_the_course_shows_why_a_request_gave_way(notebook):
 def test_play_and_pause_are_answered_while_generate_blocks_and_a_reload_brings_the_picture_back(notebook):
     """JupyterLab shows widgets after a reload when the kernel has answered it: when the cell has ended, or was stopped."""
     notebook.add_cell()
-    widget = notebook.show("Dashboard(llm)")
+    widget = notebook.show(ANOTHER + "Dashboard(llm)")
     number, before = notebook.cells.count() - 2, widget.position
     cell = notebook.start(GENERATE)
     wait_until(lambda: widget.position > before)
