@@ -145,6 +145,8 @@ class OutputProcessor:
 
     def _readings(self, sequence: Sequence, stream: _Stream, kind: Literal["logits", "hidden_states"]) -> dict[int, Any]:
         """What was read at positions of prompt and output; with deltas, what was not told yet."""
+        if not getattr(sequence.request.params, f"return_{kind}"):
+            return {}  # nearly all, at every step
         found = {**getattr(sequence.request.readings, kind), **getattr(sequence.readings, kind)}
         if sequence.request.params.output_kind == "delta":
             found = {position: array for position, array in found.items() if (kind, position) not in stream.readings_sent}

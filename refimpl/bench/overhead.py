@@ -125,6 +125,7 @@ def _shares(engine_options: dict[str, Any], sequences: int, steps: int) -> dict[
     for kind, params in KINDS.items():
         _fill(engine, sequences, tokens, params)
         whole, model = [], []
+        sorted_before = runner.sampler.num_rows_sorted
         for _ in range(steps):
             clock.take()
             started = time.perf_counter()
@@ -136,6 +137,8 @@ def _shares(engine_options: dict[str, Any], sequences: int, steps: int) -> dict[
             "forward_ms": 1e3 * statistics.median(model),
             # Of each step, so that a slow moment of the machine slows both parts of the quotient.
             "engine_share": statistics.median((a - b) / a for a, b in zip(whole, model, strict=True)),
+            # Rows for which the head of the ranking did not do: their whole vocabulary was sorted.
+            "sorted_rows_share": (runner.sampler.num_rows_sorted - sorted_before) / (sequences * steps),
         }
         engine.abort([str(number) for number in range(sequences)])
     engine.close()

@@ -144,7 +144,12 @@ class BeamLifecycle(Lifecycle):
         if not running:
             return
         if all(beam.request is head.request for beam in running):
-            if head.request not in self._given_up:
-                self._given_up.append(head.request)
+            if not self._drop_held(plan):
+                self._give_up(head.request)
         else:
             self._preempt(running[-1], plan, cause="its search waits for beams that find no room")
+
+    def _give_up(self, request: Request) -> None:
+        """The cache is too small for a search: it ends as soon as none of its rows is outstanding."""
+        if request not in self._given_up:
+            self._given_up.append(request)

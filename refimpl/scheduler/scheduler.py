@@ -168,8 +168,9 @@ class Scheduler(BeamLifecycle):
         """The blocks for a running sequence's new tokens are not to be had: newer ones give way. None: not in this step."""
         while (allocation := self._allocate(sequence, num_new_tokens)) is None:
             if sequence.request.beams is not None and all(o.request is sequence.request for o in self.running):
-                if sequence.request not in self._given_up:
-                    self._given_up.append(sequence.request)
+                if self._drop_held(plan):
+                    continue
+                self._give_up(sequence.request)
                 return None
             victim = choose_victim(self.running, set(plan.sequence_ids), self.policy)
             if victim is not sequence:
