@@ -17,6 +17,8 @@ HEAD = 256
 """Tokens that are ranked at first. Language models put nearly all mass on fewer, and finding them takes a pass or two over
 the vocabulary, where sorting all of it takes tens."""
 
+GROWTH = 8
+"""A head that did not do is followed by one so many times as long: still a fraction of the work of sorting all."""
 SORTED_AT_ONCE = 32
 """Rows whose whole vocabulary is sorted at a time: a sort takes some ten times the memory of the logits."""
 
@@ -44,25 +46,34 @@ def top_k_top_p_filter(
 
 
 def top_k_top_p_by_head(
-    logits: Float[Tensor, "R V"], top_k: Int[Tensor, "R"], top_p: Float[Tensor, "R"], largest_k: int
+    logits: Float[Tensor, "R V"],
+    top_k: Int[Tensor, "R"],
+    top_p: Float[Tensor, "R"],
+    largest_k: int,
+    length: int = HEAD,
 ) -> tuple[Float[Tensor, "R V"], int]:
     """What :func:`top_k_top_p_filter` gives, exactly, and how many rows had to be sorted whole.
 
-    The head of each ranking, ``HEAD`` tokens or the largest k asked for (``largest_k``) if that is more, tells almost
-    always where to cut. A row is sorted whole where the head's mass does not reach ``top_p``, or where the cut falls among
-    tokens that tie with the head's last. Both ways use the same sums: the total mass in the order of the vocabulary, the
-    mass of a head in the order of its ranks, each in float64.
+    The head of each ranking, ``length`` tokens or the largest k asked for (``largest_k``) if that is more, tells almost
+    always where to cut. Where the head's mass does not reach ``top_p``, or the cut falls among tokens that tie with the
+    head's last, a row is looked at again with a head ``GROWTH`` times as long, and at last sorted whole. All ways use the
+    same sums: the total mass in the order of the vocabulary, the mass of a head in the order of its ranks, each in float64.
     """
     V = logits.shape[-1]
     weights = _weights(logits)
-    head = rank_head(logits, max(HEAD, with_margin(largest_k)))
+    length = max(length, with_margin(largest_k))
+    head = rank_head(logits, length)
     num_kept = _num_kept(head, weights, top_k, top_p)
     all_stay = ((top_k < 1) | (top_k >= V)) & (top_p >= 1)
     unsettled = ((num_kept > head.settled) & ~all_stay).nonzero().flatten()
     filtered = torch.where(all_stay.unsqueeze(-1), logits, _keep(logits, head, num_kept))
-    for rows in unsettled.split(SORTED_AT_ONCE) if len(unsettled) else ():
-        whole = top_k_top_p_filter(logits[rows], top_k[rows], top_p[rows])
-        filtered.index_copy_(0, rows, whole)
+    if not len(unsettled):
+        return filtered, 0
+    if (longer := GROWTH * length) < V // 2:
+        again, num_sorted = top_k_top_p_by_head(logits[unsettled], top_k[unsettled], top_p[unsettled], largest_k, longer)
+        return filtered.index_copy_(0, unsettled, again), num_sorted
+    for rows in unsettled.split(SORTED_AT_ONCE):
+        filtered.index_copy_(0, rows, top_k_top_p_filter(logits[rows], top_k[rows], top_p[rows]))
     return filtered, len(unsettled)
 
 
