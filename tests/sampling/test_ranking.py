@@ -8,8 +8,7 @@ from asserts import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refimpl.sampling import filters
-from refimpl.sampling.filters import HEAD, top_k_top_p_by_head, top_k_top_p_filter
+from refimpl.sampling.filters import GROWTH, HEAD, top_k_top_p_by_head, top_k_top_p_filter
 from refimpl.sampling.ranking import rank_all, rank_head, top
 
 INF = math.inf
@@ -51,9 +50,7 @@ def test_top_k_and_top_p_by_the_head_are_those_of_the_full_sort(case, data):
     largest = max([k for k in top_k.tolist() if 0 < k < V], default=0)
     expected = top_k_top_p_filter(logits, top_k, top_p)
     for head in (1, 8, 32):  # short heads, so that all ways are gone in a small vocabulary
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(filters, "HEAD", head)
-            got, num_sorted = top_k_top_p_by_head(logits, top_k, top_p, largest)
+        got, num_sorted = top_k_top_p_by_head(logits, top_k, top_p, largest, head)
         assert_same(got, expected)
         assert 0 <= num_sorted <= count
 
@@ -97,3 +94,13 @@ def test_the_settled_part_of_a_head_is_certain():
     for row, settled in enumerate(head.settled.tolist()):
         assert 0 < settled < 40
         assert head.ids[row, :settled].tolist() == whole.ids[row, :settled].tolist()
+
+
+def test_a_longer_head_is_tried_before_all_is_sorted():
+    V = 4 * GROWTH * HEAD
+    rows = torch.zeros(1, V)
+    rows[0, : 2 * HEAD] = torch.linspace(19, 18, 2 * HEAD)  # much of their mass lies beyond the first head
+    filtered, num_sorted = top_k_top_p_by_head(rows, torch.zeros(1, dtype=torch.int64), torch.tensor([0.9]), 0)
+    assert num_sorted == 0
+    assert HEAD < (filtered > -INF).sum() < 2 * HEAD
+    assert_same(filtered, top_k_top_p_filter(rows, torch.zeros(1, dtype=torch.int64), torch.tensor([0.9])))
