@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from refimpl import LLM, BeamSearchParams, Engine, EngineArgs, SamplingParams, TransformersCheckpoint
-from refimpl.beam_group import BeamGroup
+from refimpl.beam_group import BeamGroup, StopIds
 from refimpl.errors import RequestError, SamplingParamsError
 
 EOS, MAX_TOKENS = 7, 10
@@ -218,11 +218,11 @@ def test_what_an_engine_cannot_search_is_refused_and_it_goes_on(model):
 
 
 def test_one_step_of_a_search_by_hand():
-    group = BeamGroup(BeamSearchParams(beam_width=2, max_tokens=3), 3, 1, 0)
-    going = group.advance([[(5, -0.1), (6, -0.2), (EOS, -0.3), (8, -4.0)]], lambda token: token == EOS)
+    group = BeamGroup(BeamSearchParams(beam_width=2, max_tokens=3), 3, StopIds(frozenset({EOS})), 0)
+    going = group.advance([[(5, -0.1), (6, -0.2), (EOS, -0.3), (8, -4.0)]])
     assert [(c.beam, c.token_id) for c in going] == [(0, 5), (0, 6)]
     assert group.finished == []  # the one that ended is not among the first two
-    going = group.advance([[(EOS, -0.5), (9, -1.0)], [(9, -0.1), (5, -0.7)]], lambda token: token == EOS)
+    going = group.advance([[(EOS, -0.5), (9, -1.0)], [(9, -0.1), (5, -0.7)]])
     assert [(c.beam, c.token_id) for c in going] == [(1, 9), (1, 5)]
     assert [(h.token_ids, h.reason) for h in group.finished] == [((5, EOS), "stop")]
     assert group.finished[0].score == pytest.approx(-0.6 / 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.detokenizer import make_detokenizer
@@ -38,6 +40,14 @@ class TextStream:
             if self._finder is not None:
                 self._new.append(self._finder.finish())
         return self._finder.found if self._finder is not None else None
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own, and has nothing to say yet."""
+        branch = copy.copy(self)
+        branch._detokenizer = self._detokenizer.branch()
+        branch._finder = copy.copy(self._finder)  # the automaton is shared
+        branch._new = []
+        return branch
 
     def take(self) -> str:
         """The text that was said since the last call."""
