@@ -230,6 +230,25 @@ def swap(
 
 
 @bench.command()
+@with_engine_options
+def beam(
+    *,
+    width: Annotated[int, typer.Option(help="Beams, and separate samples beside them.")] = 4,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 64,
+    output: Annotated[int, typer.Option(help="Output tokens.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Prompts; each is searched, continued greedily, and sampled.")] = 3,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Beams beside independent copies: blocks in use, blocks copied, and the time of a step."""
+    from refimpl.bench.beam import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, width, prompt, output, repeats), as_json, save)
+
+
+@bench.command()
 def report(
     readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
     claims: Annotated[Path, typer.Option(help="The claims page, which is written anew.")] = Path("notebooks/CLAIMS.md"),
