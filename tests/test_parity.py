@@ -98,7 +98,7 @@ def test_the_logits_agree_to_a_thousandth(reference, smollm2):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
 
 
-BEAM_TOKENS = 24
+BEAM_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +184,14 @@ def test_beam_search_finds_the_hypotheses_and_scores_of_transformers(reference, 
 def test_beams_end_with_stop_strings_where_those_of_transformers_do(reference, searched, short_prompts, smollm2):
     from transformers import AutoTokenizer
 
-    options = {"stop_strings": [".", ", and"], "tokenizer": AutoTokenizer.from_pretrained(smollm2)}
-    theirs = beams_of_transformers(reference, [prompt for _, prompt in short_prompts], 3, **options)
-    ours = searched(3, stop=(".", ", and"))
+    decode, stop = AutoTokenizer.from_pretrained(smollm2).decode, (".", ", and")
+    longest = max(len(prompt) for _, prompt in short_prompts)
+
+    def criterion(rows, _, **__):
+        return torch.tensor([any(text in decode(row[longest:]) for text in stop) for row in rows.tolist()])
+
+    theirs = beams_of_transformers(reference, [prompt for _, prompt in short_prompts], 2, stopping_criteria=[criterion])
+    ours = searched(2, stop)
     same = sum([ids for ids, _ in a] == [ids for ids, _ in b] for a, b in zip(ours, theirs, strict=True))
     assert same >= len(ours) - TIES_ALLOWED
-    assert sum(len(ids) < BEAM_TOKENS for beams in ours for ids, _ in beams) >= 10
+    assert sum(len(ids) < BEAM_TOKENS for beams in ours for ids, _ in beams) >= 5
