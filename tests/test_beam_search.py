@@ -358,3 +358,20 @@ def test_one_step_of_a_search_by_hand():
     assert [(c.beam, c.token_id) for c in going] == [(1, 9), (1, 5)]
     assert [(h.token_ids, h.reason) for h in group.finished] == [((5, EOS), "stop")]
     assert group.finished[0].score == pytest.approx(-0.6 / 2)
+
+
+def test_where_stop_strings_leave_fewer_beams_fewer_go_on_and_become_more_again():
+    class EndsWith(StopIds):
+        def ends(self, continuation):
+            return super().ends(continuation) or continuation.token_id in (5, 6, 8)
+
+    group = BeamGroup(BeamSearchParams(beam_width=2, max_tokens=9), 9, EndsWith(frozenset()), 0)
+    going = group.advance([[(5, -0.1), (9, -0.2), (6, -0.3), (8, -0.4)]])
+    assert [(c.beam, c.token_id) for c in going] == [(0, 9)]
+    assert [h.token_ids for h in group.finished] == [(5,)]
+    going = group.advance([[(1, -0.01), (2, -0.02), (3, -9.0), (4, -9.5)]])
+    assert [(c.beam, c.token_id) for c in going] == [(0, 1), (0, 2)]
+    going = group.advance([[(5, -0.01), (6, -0.02), (8, -5.0), (7, -6.0)], [(8, -0.03), (5, -0.04), (1, -7.0), (2, -8.0)]])
+    assert going == []
+    assert group.done
+    assert [h.token_ids for h in group.finished] == [(9, 1, 5), (9, 1, 6)]

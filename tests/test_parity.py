@@ -164,6 +164,7 @@ def smallest_margin(model, prompt, width):
     return smallest
 
 
+@pytest.mark.timeout(900)  # under half a minute alone; the machine may be shared
 def test_beam_search_finds_the_hypotheses_and_scores_of_transformers(reference, searched, short_prompts, outputs):
     """Rounding may decide between continuations that are a thousandth apart, and then finds others from there on."""
     ties, unlike_greedy = [], 0
@@ -181,6 +182,7 @@ def test_beam_search_finds_the_hypotheses_and_scores_of_transformers(reference, 
     assert unlike_greedy >= 7
 
 
+@pytest.mark.timeout(900)  # under half a minute alone; the machine may be shared
 def test_beams_end_with_stop_strings_where_those_of_transformers_do(reference, searched, short_prompts, smollm2):
     from transformers import AutoTokenizer
 
