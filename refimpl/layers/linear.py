@@ -1,7 +1,11 @@
-"""Linear: ``y = x Wᵀ``. On a CPU the weight can be packed once into oneDNN's own layout, which halves the time of a decode.
+"""Linear: ``y = x Wᵀ``. On a CPU the weight is laid out once as its products read it fastest.
 
-A decode step reads every weight once for a handful of tokens, so it is bound by memory bandwidth; a packed weight is read
-in the order in which the product wants it.
+A decode step reads every weight once for a handful of tokens, so it is bound by memory bandwidth, and by how far a product
+reaches it:
+
+- Several tokens: oneDNN's own packed layout, read in the order in which the product wants it: half the plain one's time.
+- One token, on a CPU without AVX-512, where oneDNN reaches half the bandwidth: ``Wᵀ`` where the output is the longer side
+  (the product adds up whole rows of it), else ``W`` as it is (a sum over a whole row for each output).
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from torch import Tensor, nn
 
 PACK_FOR_TOKENS = 8
 """The number of rows that the packed layout is chosen for; it serves any number."""
+MOST_BYTES_TWICE = 2**30
+"""Weights that are kept in a second layout for steps of one token: those of a small model, for whom memory is no matter."""
 
 
 class Linear(nn.Module):
@@ -22,26 +28,34 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
         self._packed: Tensor | None = None
+        self._for_one_token: Tensor | None = None
 
-    def pack(self, keep_plain: bool = False) -> None:
+    def pack(self, keep_plain: bool = False, for_one_token: bool = False) -> None:
         """Move the weight into oneDNN's layout, where this CPU and dtype have one; else leave it as it is.
 
-        ``keep_plain`` keeps the usual tensor beside it, for a weight that is tied to an embedding.
+        ``keep_plain`` keeps the usual tensor beside it, for a weight that is tied to an embedding; ``for_one_token`` keeps
+        a second layout for single tokens, where there is a faster one.
         """
         if not can_pack(self.weight):
             return
+        if for_one_token and torch.backends.cpu.get_cpu_capability() == "AVX2":
+            out_features, in_features = self.weight.shape
+            plain = self.weight.data
+            self._for_one_token = plain.t().contiguous() if out_features >= in_features else plain.t()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACK_FOR_TOKENS)
         if not keep_plain:
             self.weight.data = self.weight.data.new_empty(0)
 
     def release(self) -> None:
-        """Drop the packed weight."""
-        self._packed = None
+        """Drop the packed weights."""
+        self._packed = self._for_one_token = None
 
     def forward(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
         """``x Wᵀ``."""
         if self._packed is None:
             return F.linear(x, self.weight)
+        if self._for_one_token is not None and len(x) == 1:
+            return x @ self._for_one_token
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, None, "none", [], "")
         return product
 
