@@ -118,7 +118,7 @@ class LlamaForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 tied = module is self.lm_head and self.config.tie_word_embeddings
-                module.pack(keep_plain=tied, for_one_token=small)
+                module.pack(keep_plain=tied, twice=small)
 
     def release(self) -> None:
         """Give the weights' memory back now, whoever still refers to them."""
