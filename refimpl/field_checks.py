@@ -17,11 +17,11 @@ class NamesItsFields(type(msgspec.Struct)):  # type: ignore[misc]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make the parameters; the checks of their values are those of ``__post_init__``."""
+        known = cls.__struct_fields__
         if args:
             raise SamplingParamsError(
-                f"{cls.__name__} takes names only, as in {cls.__name__}(max_tokens=16), not {args[0]!r}"
+                f"{cls.__name__} takes names only, as in {cls.__name__}({known[0]}=1), not {args[0]!r}"
             )
-        known = cls.__struct_fields__
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=2)

@@ -336,7 +336,7 @@ def test_wrong_parameters_are_refused(wrong, told):
 def test_what_an_engine_cannot_search_is_refused_and_it_goes_on(model):
     engine = make_engine(model, max_num_seqs=3)
     with pytest.raises(SamplingParamsError, match="max_num_seqs = 3"):
-        engine.add_request("0", PROMPTS[0], BeamSearchParams(beam_width=4))
+        engine.add_request("0", PROMPTS[0], BeamSearchParams(beam_width=4, stop="Z"))
     engine.add_request("0", PROMPTS[0], BeamSearchParams(beam_width=2))
     with pytest.raises(RequestError, match="forks by itself"):
         engine.fork("0", "1")
