@@ -17,6 +17,19 @@ from refimpl.tokenizer.tokenizer import Tokenizer
 class _Stream:
     """One sample's text, and how much of its tokens and text has been handed out."""
 
+    __slots__ = (
+        "cumulative_logprob",
+        "delta",
+        "detailed",
+        "logprobs",
+        "readings_sent",
+        "text",
+        "text_sent",
+        "told_end",
+        "tokens_read",
+        "tokens_sent",
+    )
+
     def __init__(self, sequence: Sequence, text: TextStream | None) -> None:
         params, request = sequence.request.params, sequence.request
         self.text = text
@@ -65,10 +78,10 @@ class OutputProcessor:
         """One output for each request of which a sample took a token or ended."""
         outputs = []
         for request in dict.fromkeys([sequence.request for sequence in advanced]):
-            finished = request.finished
-            if finished or request.params.output_kind != "final_only":
-                outputs.append(self._output(request, finished))
-            if finished:
+            if request.params.output_kind == "final_only" and not request.finished:
+                continue
+            outputs.append(output := self._output(request))
+            if output.finished:
                 self.forget(request)
         return outputs
 
@@ -88,15 +101,15 @@ class OutputProcessor:
             stream = self._streams[sequence.sequence_id] = _Stream(sequence, text)
         return stream
 
-    def _output(self, request: Request, finished: bool) -> RequestOutput:
-        samples = []
+    def _output(self, request: Request) -> RequestOutput:
+        samples, finished = [], True
         for sequence in request.sequences:
-            stream = self._stream(sequence)
+            finished = finished and sequence.finish_reason is not None
+            stream = self._streams.get(sequence.sequence_id) or self._stream(sequence)
             if not stream.told_end:
                 samples.append(self._completion(sequence, stream))
-        if finished:
+        if finished:  # the hypotheses of a beam search are not the sequences that it began with
             request.metrics.token_times = [sequence.token_times for sequence in request.sequences]
-        asked = request.params.prompt_logprobs is not None
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -104,36 +117,34 @@ class OutputProcessor:
             samples,
             finished,
             request.metrics,
-            self._prompt_logprobs_of(request) if asked else None,
+            self._prompt_logprobs_of(request) if request.params.prompt_logprobs is not None else None,
         )
 
     def _completion(self, sequence: Sequence, stream: _Stream) -> CompletionOutput:
-        text = self._new_text(sequence, stream)
-        token_ids = sequence.token_ids[stream.tokens_sent :]
+        token_ids, reason = sequence.token_ids, sequence.finish_reason
+        told = token_ids[stream.tokens_sent :]
+        text = ""
+        if stream.text is not None:
+            unread = told if stream.tokens_read == stream.tokens_sent else token_ids[stream.tokens_read :]
+            text = stream.text.read(unread) if reason is None else self._last_text(sequence, stream.text, unread)
+            stream.tokens_read = len(token_ids)
         details = self._details(sequence, stream) if stream.detailed else ()
         if stream.delta:
-            stream.tokens_sent += len(token_ids)
-            stream.told_end = sequence.finish_reason is not None
+            stream.tokens_sent = len(token_ids)
+            stream.told_end = reason is not None
         else:
             text = stream.text_sent = stream.text_sent + text
-        return CompletionOutput(sequence.index, text, token_ids, sequence.finish_reason, sequence.stop_reason, *details)
+        return CompletionOutput(sequence.index, text, told, reason, sequence.stop_reason, *details)
 
-    def _new_text(self, sequence: Sequence, stream: _Stream) -> str:
-        """The text that was not told yet, after the tokens that the scheduler did not ask about are read.
-
-        As there, the text of a token that stopped by its id is left out.
+    def _last_text(self, sequence: Sequence, text: TextStream, unread: list[int]) -> str:
+        """What is left to say of a sample that has ended, whatever ended it, after the tokens that the scheduler did not
+        ask about. As there, the text of a token that stopped by its id is left out.
         """
-        if (text := stream.text) is None:
-            return ""
-        unread, params = sequence.token_ids[stream.tokens_read :], sequence.request.params
-        stream.tokens_read += len(unread)
-        if unread and sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
-            unread.pop()
-        for token_id in unread:
-            text.append(token_id)
-        if sequence.finish_reason is not None:
-            text.finish()  # also where an error ended it
-        return text.take()
+        if unread and sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output:
+            unread = unread[:-1]
+        said = text.read(unread)
+        text.finish()
+        return said + text.take()
 
     def _details(self, sequence: Sequence, stream: _Stream) -> tuple[Any, ...]:
         """The fields of a CompletionOutput that few ask for: log-probabilities, a hypothesis's score, readings."""

@@ -6,7 +6,7 @@ for; the host knows which slots those are, so the others cost nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -124,10 +124,8 @@ class SamplingSlots:
             hooks.append(self._hooks.get(admission.sequence_id, missing_hook))
         return tuple(hooks)
 
-    def rows(
-        self, slots: np.ndarray, num_tokens: np.ndarray, on_device: Int64[Tensor, "R"], token_ids: Int64[Tensor, "N L"]
-    ) -> SamplingRows:
-        """The parameters of the rows that draw, of sequences with so many tokens; ``token_ids`` are those of all slots."""
+    def rows(self, slots: np.ndarray, on_device: Int64[Tensor, "R"]) -> SamplingRows:
+        """The parameters of rows that draw; they stay the same until a slot of theirs is given to another sequence."""
         random = self._random[slots]
         return SamplingRows(
             temperature=self.temperature[on_device],
@@ -136,13 +134,19 @@ class SamplingSlots:
             min_p=self.min_p[on_device],
             seed=self.seed[on_device],
             path=self.path[on_device],
-            position=torch.from_numpy(num_tokens).to(self.device, non_blocking=True),
+            position=torch.zeros_like(on_device),
             random=np.flatnonzero(random).tolist(),
             filtered=bool((random & self._filtered[slots]).any()),
             ranked=bool((random & self._ranked[slots]).any()),
             largest_top_k=int((random * self._effective_top_k[slots]).max(initial=0)),
-            adjustments=self._adjustments(slots, num_tokens, token_ids),
         )
+
+    def at(
+        self, rows: SamplingRows, slots: np.ndarray, num_tokens: np.ndarray, token_ids: Int64[Tensor, "N L"]
+    ) -> SamplingRows:
+        """The same rows where their sequences have so many tokens; ``token_ids`` are those of all slots."""
+        adjustments = self._adjustments(slots, num_tokens, token_ids)
+        return replace(rows, position=self._tensor(num_tokens), adjustments=adjustments)
 
     def _adjustments(self, slots: np.ndarray, num_tokens: np.ndarray, token_ids: Int64[Tensor, "N L"]) -> Adjustments | None:
         rows = np.flatnonzero(num_tokens < self._asks_until[slots])
