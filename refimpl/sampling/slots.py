@@ -149,6 +149,8 @@ class SamplingSlots:
         return replace(rows, position=self._tensor(num_tokens), adjustments=adjustments)
 
     def _adjustments(self, slots: np.ndarray, num_tokens: np.ndarray, token_ids: Int64[Tensor, "N L"]) -> Adjustments | None:
+        if not self._asked:
+            return None
         rows = np.flatnonzero(num_tokens < self._asks_until[slots])
         if not len(rows):
             return None
