@@ -71,7 +71,7 @@ class SamplingSlots:
         self.path = torch.zeros(N, dtype=torch.int64, device=device)
         # The host's copies: which rows need which work.
         self._random = np.zeros(N, dtype=bool)
-        self._filtered = np.zeros(N, dtype=bool)
+        self._min_p_on = np.zeros(N, dtype=bool)
         self._ranked = np.zeros(N, dtype=bool)
         self._effective_top_k = np.zeros(N, dtype=np.int64)
         self._asks_until = np.zeros(N, dtype=np.int64)
@@ -90,7 +90,7 @@ class SamplingSlots:
         keeps_some = 0 < numbers.top_k < self._vocab_size
         self._random[slot] = numbers.temperature >= GREEDY_BELOW
         self._ranked[slot] = numbers.top_p < 1 or keeps_some
-        self._filtered[slot] = self._ranked[slot] or numbers.min_p > 0
+        self._min_p_on[slot] = numbers.min_p > 0
         self._effective_top_k[slot] = numbers.top_k if keeps_some else 0
         asked = self._asked_by(admission)
         self._asks_until[slot] = np.iinfo(np.int64).max if asked.always else asked.may_end_at
@@ -126,7 +126,7 @@ class SamplingSlots:
 
     def rows(self, slots: np.ndarray, on_device: Int64[Tensor, "R"]) -> SamplingRows:
         """The parameters of rows that draw; they stay the same until a slot of theirs is given to another sequence."""
-        random = self._random[slots]
+        random, ranked = self._random[slots], self._ranked[slots]
         return SamplingRows(
             temperature=self.temperature[on_device],
             top_p=self.top_p[on_device],
@@ -135,9 +135,9 @@ class SamplingSlots:
             seed=self.seed[on_device],
             path=self.path[on_device],
             position=torch.zeros_like(on_device),
-            random=np.flatnonzero(random).tolist(),
-            filtered=bool((random & self._filtered[slots]).any()),
-            ranked=bool((random & self._ranked[slots]).any()),
+            whole=np.flatnonzero(random & ~ranked).tolist(),
+            ranked=np.flatnonzero(random & ranked).tolist(),
+            min_p_on=bool((random & self._min_p_on[slots]).any()),
             largest_top_k=int((random * self._effective_top_k[slots]).max(initial=0)),
         )
 
