@@ -4,12 +4,12 @@ A row's way::
 
     raw logits ── adjustments ──┬─ greedy ── argmax ──────────────────────────────────────────────────────────────► token
         │    (masks, bias,      │                                                                                     ▲
-        │  penalties, hooks)    └─ / temperature ─ min_p ─ top_k, top_p ─ exp ─────► cumulative sum ─ first past u · total
+        │  penalties, hooks)    └─ / temperature ─ min_p ─ softmax ─ top_k, top_p ─► cumulative sum ─ first past u · total
         └──► log-probabilities, of the raw logits
 
-The probabilities are the weights ``exp(logit - largest)`` over their sum; as ``u`` is multiplied by the sum, nothing needs
-to be divided by it. The cumulative sum goes in the order of the vocabulary. What top-k or top-p dropped adds nothing to it,
-so it is made over the few candidates alone that :func:`refimpl.sampling.filters.kept_by_head` finds.
+As ``u`` is multiplied by the sum of what top-k and top-p left, that need not sum to 1. The cumulative sum goes in the order
+of the vocabulary. What was dropped adds nothing to it, so it is made over the few candidates alone that
+:func:`refimpl.sampling.filters.kept_by_head` finds.
 
 The uniform number ``u`` is a function of (seed, path, position): see :mod:`refimpl.kernels.philox`. The adjustments are
 functions of the row's tokens: see :mod:`refimpl.sampling.adjustments`. So the token drawn does not depend on the batch, on
@@ -82,8 +82,7 @@ class Sampler:
         token_ids = rows.position.clone() if all_random else argmax(logits)
         if rows.whole:
             chosen = _select(rows.whole, logits)
-            weights = tempered(logits[chosen], rows, chosen).exp_()
-            token_ids[chosen] = draw(weights, _uniform(rows)[chosen])
+            token_ids[chosen] = draw(tempered(logits[chosen], rows, chosen).softmax(-1), _uniform(rows)[chosen])
         if rows.ranked:
             chosen = _select(rows.ranked, logits)
             token_ids[chosen] = self._draw_ranked(tempered(logits[chosen], rows, chosen), rows, chosen)
@@ -94,9 +93,9 @@ class Sampler:
     def _draw_ranked(self, logits: Float[Tensor, "R V"], rows: SamplingRows, chosen: Chosen) -> Int64[Tensor, "R"]:
         """Draw from what top-k and top-p leave."""
         u, token_ids = _uniform(rows)[chosen], rows.position[chosen].clone()
-        for kept in kept_by_head(logits, rows.top_k[chosen], rows.top_p[chosen], rows.largest_top_k):
-            # The most probable token is always kept, so the largest logit is 0 among the candidates too.
-            place = draw(kept.logits.exp(), u[kept.rows])
+        weights, top_k, top_p = logits.softmax(-1), rows.top_k[chosen], rows.top_p[chosen]
+        for kept in kept_by_head(logits, weights, top_k, top_p, rows.largest_top_k):
+            place = draw(kept.weights, u[kept.rows])
             token_ids[kept.rows] = kept.ids.gather(-1, place.unsqueeze(-1)).squeeze(-1)
             self.num_rows_sorted += len(kept.rows) * kept.was_sorted
         return token_ids

@@ -80,11 +80,11 @@ class Scheduler(BeamLifecycle):
         now, extras, text = self._clock(), runner_output.extras, self._text
         sequences = map(self.sequences.get, scheduler_output.batch.sequence_ids)
         for row, (sequence, token_id) in enumerate(zip(sequences, runner_output.token_ids, strict=True)):
-            if sequence is None or token_id < 0 or row in extras or sequence.request.beams is not None:
-                # Where the sequence turned out to have ended a step earlier, what was drawn for it is discarded.
-                if sequence is None or not self._takes(sequence, token_id, extras.get(row), update):
-                    update.token_ids[row] = NO_TOKEN
-                    continue
+            plain = token_id >= 0 and row not in extras  # a beam's row sends back more than its token
+            # Where the sequence turned out to have ended a step earlier, what was drawn for it is discarded.
+            if sequence is None or not (plain or self._takes(sequence, token_id, extras.get(row), update)):
+                update.token_ids[row] = NO_TOKEN
+                continue
             sequence.num_tokens_in_flight -= 1
             sequence.token_ids.append(token_id)
             sequence.token_times.append(now)
