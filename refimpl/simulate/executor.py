@@ -80,6 +80,8 @@ class SimulatedExecutor(ModelFreeExecutor):
         self._roofline = deployment.roofline
         self._clock = clock
         self._free_at = 0.0
+        self._context = 0
+        """Tokens of all contexts of the last step's rows."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step; its future moves the clock to the step's end when it is waited for."""
@@ -101,11 +103,15 @@ class SimulatedExecutor(ModelFreeExecutor):
     def _work(self, output: SchedulerOutput, outcome: ModelRunnerOutput) -> StepWork:
         """Counts of a step that was just run. A row of no new tokens shares the logits, and so the reads, of another."""
         batch = output.batch
+        if self.further:
+            rows = len(batch.slots)
+            total = self._context = self._context + rows
+            return StepWork(rows, rows, total, total)
         contexts = [self.computed[slot] for slot in batch.slots]
         tokens = batch.num_tokens
         rows = len(contexts) - outcome.token_ids.count(NO_TOKEN)
         if tokens == len(contexts) and 0 not in batch.num_new_tokens:
-            total = sum(contexts)
+            total = self._context = sum(contexts)
             return StepWork(tokens, rows, total, total)  # all decode: one query sees its whole context
         chunks = [(n, context) for n, context in zip(batch.num_new_tokens, contexts, strict=True) if n]
         pairs = sum(n * context - n * (n - 1) // 2 for n, context in chunks)

@@ -159,13 +159,11 @@ class Roofline:
         if not work.tokens and not work.rows:
             return StepTimes(0.0, 0.0, 0.0, 0.0, transfer)
         linear = self._flops_per_token * work.tokens + self._flops_per_row * work.rows
-        return StepTimes(
-            memory=self._weight_seconds + (work.context + work.tokens) * self._kv_seconds,
-            compute=(linear + self._flops_per_pair * work.pairs) / self._rate,
-            communication=self._reduce_latency + self._reduce_seconds * work.tokens,
-            overhead=self._step_seconds + self._row_seconds * work.rows,
-            transfer=transfer,
-        )
+        memory = self._weight_seconds + (work.context + work.tokens) * self._kv_seconds
+        compute = (linear + self._flops_per_pair * work.pairs) / self._rate
+        communication = self._reduce_latency + self._reduce_seconds * work.tokens
+        overhead = self._step_seconds + self._row_seconds * work.rows
+        return StepTimes(memory, compute, communication, overhead, transfer)
 
     def preemption_costs(self) -> PreemptionCosts:
         """What swapping and recomputing add to a step; its weights and its overhead are paid for the others anyway."""
