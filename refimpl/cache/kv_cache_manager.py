@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from refimpl.cache.allocators import BlockAllocator
 from refimpl.cache.auditor import Snapshot
@@ -18,13 +19,12 @@ from refimpl.memory_report import CacheUsage
 from refimpl.outputs import CacheChanges
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(msgspec.Struct, frozen=True, gc=False):
     """What a sequence was given for its new tokens."""
 
-    new_blocks: list[int] = field(default_factory=list)
+    new_blocks: list[int] = []
     """Blocks appended to its table."""
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = []
     """Copy-on-write: (index in the table, shared block, own block that takes its place)."""
 
 
@@ -161,6 +161,8 @@ class KVCacheManager:
         if num_tokens <= end <= num_computed_tokens + self.block_size and self._ref_counts[block_ids[-1]] == 1:
             return NOTHING_NEW  # only its last block is written, which is its own: most decodes, most of the time
         missing = table.blocks_missing(num_tokens)
+        if num_computed_tokens >= end:  # all that is written is in new blocks
+            return self._append(table, missing)
         written = range(num_computed_tokens // self.block_size, min(len(table.block_ids), self.blocks_for(num_tokens)))
         shared = [index for index in written if self._ref_counts[table.block_ids[index]] > 1]
         if not missing and not shared:
@@ -177,6 +179,13 @@ class KVCacheManager:
             table.replace(index, own)
         self._reference(table, new_blocks)
         return Allocation(new_blocks, copies)
+
+    def _append(self, table: BlockTable, count: int) -> Allocation | None:
+        if count > self.num_free_blocks:
+            return None
+        new_blocks = self._take(count)
+        self._reference(table, new_blocks)
+        return Allocation(new_blocks)
 
     def fork(self, parent_id: int, child_id: int) -> tuple[int, ...]:
         """Give a child sequence its parent's table: every block is shared, none is copied. Returns the block ids."""
@@ -306,8 +315,9 @@ class KVCacheManager:
 
     def _reference(self, table: BlockTable, block_ids: Sequence[int]) -> None:
         table.append(block_ids)
+        ref_counts = self._ref_counts
         for block_id in block_ids:
-            self._ref_counts[block_id] += 1
+            ref_counts[block_id] += 1
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> CacheUsage:
         """Blocks and slots as they are used now; the argument says how far each running or swapped sequence is computed.

@@ -64,8 +64,9 @@ class Scheduler(BeamLifecycle):
         if not plan.preempted:
             self._admit_waiting(plan)
         self._break_standstill(plan)
-        plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
-        plan.born, self._born, self._continued = self._born, [], []
+        if self._continued or self._born:
+            plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
+            plan.born, self._born, self._continued = self._born, [], []
         plan.preempted[:0] = self._dropped
         output = plan.freeze(self._last_batch, self._arrived, self._aborted, self.kv.take_cache_changes(), self._log.take())
         self._arrived, self._aborted, self._dropped = [], [], []
@@ -309,7 +310,8 @@ class Scheduler(BeamLifecycle):
         computed, within = sequence.num_computed_tokens, sequence.num_computed_tokens % self.kv.block_size
         decodes = computed >= sequence.num_prompt_tokens and sequence.num_tokens == computed + 1
         counts = self.policy.dynamic or sequence.request.beams is not None or not self.config.enable_kv_cache
-        return min(sequence.most_tokens, computed - within + self.kv.block_size) if decodes and within and not counts else 0
+        full = computed - within + self.kv.block_size + (self.kv.prefix_cache is None)  # then no block is published
+        return min(sequence.most_tokens, full) if decodes and within and not counts else 0
 
     def _admit_siblings(self, leader: Sequence, plan: StepPlan) -> None:
         """The other samples of a request join as soon as their prompt is computed, each with all of its blocks shared.

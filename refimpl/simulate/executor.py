@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import msgspec
+
 from refimpl.executor.model_free import ModelFreeExecutor
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from refimpl.simulate.deployment import Deployment
@@ -22,7 +24,8 @@ class VirtualClock:
 
     def advance_to(self, time: float) -> None:
         """Let the time pass until then; nothing happens if it has passed."""
-        self.now = max(self.now, time)
+        if time > self.now:
+            self.now = time
 
 
 class _Timed(Future[ModelRunnerOutput]):
@@ -90,14 +93,15 @@ class SimulatedExecutor(ModelFreeExecutor):
         if scheduler_output.swapped_out or scheduler_output.swapped_in:
             out, back = len(scheduler_output.swapped_out), len(scheduler_output.swapped_in)
             self.blocks_out, self.blocks_in = self.blocks_out + out, self.blocks_in + back
-            work = work._replace(swapped=(out + back) * self._block_size)
+            work = msgspec.structs.replace(work, swapped=(out + back) * self._block_size)
         times = self._roofline.times(work)
-        seconds = times.seconds
+        seconds, transfer = times.seconds, times.transfer
         self.busy_seconds += seconds
-        self.transfer_seconds += times.transfer
+        self.transfer_seconds += transfer
         if times.memory >= times.compute:
-            self.memory_bound_seconds += seconds - times.transfer
-        self._free_at = max(self._clock.now, self._free_at) + seconds
+            self.memory_bound_seconds += seconds - transfer
+        now = self._clock.now
+        self._free_at = (now if now > self._free_at else self._free_at) + seconds
         return _Timed(outcome, self._clock, self._free_at)
 
     def _work(self, output: SchedulerOutput, outcome: ModelRunnerOutput) -> StepWork:
