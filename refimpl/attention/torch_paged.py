@@ -48,9 +48,7 @@ class Tiles:
 
     def __getitem__(self, chosen: np.ndarray) -> Tiles:
         """Some of them, in the order of the indices."""
-        return Tiles(
-            self.sequences[chosen], self.first_tokens[chosen], self.num_queries[chosen], self.contexts[chosen]
-        )
+        return Tiles(self.sequences[chosen], self.first_tokens[chosen], self.num_queries[chosen], self.contexts[chosen])
 
 
 @dataclass(frozen=True)

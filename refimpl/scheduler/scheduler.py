@@ -64,9 +64,8 @@ class Scheduler(BeamLifecycle):
         if not plan.preempted:
             self._admit_waiting(plan)
         self._break_standstill(plan)
-        if self._continued or self._born:
-            plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
-            plan.born, self._born, self._continued = self._born, [], []
+        plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
+        plan.born, self._born, self._continued = self._born, [], []
         plan.preempted[:0] = self._dropped
         output = plan.freeze(self._last_batch, self._arrived, self._aborted, self.kv.take_cache_changes(), self._log.take())
         self._arrived, self._aborted, self._dropped = [], [], []
@@ -305,9 +304,9 @@ class Scheduler(BeamLifecycle):
     def _quiet_until(self, sequence: Sequence) -> int:
         """How long decodes of a sequence that was just given a row need no look: as long as they stay within its block.
 
-        Not its first token, with which the block before is published; and each of a beam, and of a policy that counts.
+        Not its first and last, which publish blocks; nor any of a beam, or of a policy that counts.
         """
-        computed, within = sequence.num_computed_tokens, sequence.num_computed_tokens % self.kv.block_size
+        within = (computed := sequence.num_computed_tokens) % self.kv.block_size
         decodes = computed >= sequence.num_prompt_tokens and sequence.num_tokens == computed + 1
         counts = self.policy.dynamic or sequence.request.beams is not None or not self.config.enable_kv_cache
         full = computed - within + self.kv.block_size + (self.kv.prefix_cache is None)  # then no block is published
