@@ -61,8 +61,10 @@ class KVCache:
         self._transfer(self.host_layers, self.layers, transfers)
 
     def _transfer(self, source: list[LayerKV], target: list[LayerKV], transfers: Sequence[tuple[int, int]]) -> None:
-        """Over a link: gather, move as one piece, scatter, for it is as fast as its pieces are long. Within the host's memory
-        that would copy everything twice: there, blocks that lie side by side at both ends are copied at once, where they are.
+        """Over a link: gather, move as one piece, scatter, for a link is as fast as its pieces are long.
+
+        Within the host's memory that would copy everything twice: there, blocks that lie side by side are copied where they
+        are, at once.
         """
         if not transfers:
             return

@@ -302,14 +302,11 @@ class Scheduler(BeamLifecycle):
                 self._admit_siblings(sequence, plan)
 
     def _quiet_until(self, sequence: Sequence) -> int:
-        """How long decodes of a sequence that was just given a row need no look: as long as they stay within its block.
-
-        Not its first and last, which publish blocks; nor any of a beam, or of a policy that counts.
-        """
+        """How long decodes of a sequence need no look: within its block, but for the first and last, which publish blocks."""
         within = (computed := sequence.num_computed_tokens) % self.kv.block_size
         decodes = computed >= sequence.num_prompt_tokens and sequence.num_tokens == computed + 1
         counts = self.policy.dynamic or sequence.request.beams is not None or not self.config.enable_kv_cache
-        full = computed - within + self.kv.block_size + (self.kv.prefix_cache is None)  # then no block is published
+        full = computed - within + self.kv.block_size + (self.kv.prefix_cache is None)  # else the last token publishes it
         return min(sequence.most_tokens, full) if decodes and within and not counts else 0
 
     def _admit_siblings(self, leader: Sequence, plan: StepPlan) -> None:

@@ -19,6 +19,7 @@ from refimpl.request import Request, Sequence
 from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler.choose import make_scheduler
+from refimpl.scheduler.limits import check_length
 from refimpl.scheduler.policies import choose_policy
 from refimpl.simulate.deployment import Deployment
 from refimpl.simulate.executor import SimulatedExecutor, VirtualClock
@@ -130,18 +131,18 @@ class Simulation:
             came = self._coming.popleft()
             room = self.config.max_model_len - came.prompt
             self.cut += 0 < room < came.output
-            request = self._request(came, min(came.output, max(1, room)))
+            number, self._number = self._number, self._number + 1
             try:
-                self.scheduler.add(request)
+                check_length(came.prompt, self.config.max_model_len, str(number))  # before so many tokens are made up
+                self.scheduler.add(self._request(number, came, min(came.output, room)))
             except RequestError as error:
                 self.refused += 1
                 if len(self.refusals) < REFUSALS_KEPT:
-                    self.refusals.append(f"request {request.request_id}: {error}")
+                    self.refusals.append(f"request {number}: {error}")
 
-    def _request(self, came: TraceRequest, output: int) -> Request:
+    def _request(self, number: int, came: TraceRequest, output: int) -> Request:
         """A request whose prompt begins like no other's."""
-        number, vocab_size = self._number, self.deployment.model.vocab_size
-        self._number += 1
+        vocab_size = self.deployment.model.vocab_size
         token_ids = [number % vocab_size, number // vocab_size % vocab_size, *([1] * (came.prompt - 2))][: came.prompt]
         params = self._params.get(output)
         if params is None:
