@@ -1,4 +1,4 @@
-"""Blocks between the cache and the swap space: each arrives whole, in every layer, whatever their order; no other is touched."""
+"""Blocks between the cache and the swap space: each arrives whole, in every layer, in any order; others are left alone."""
 
 import random
 
@@ -30,7 +30,13 @@ def random_pairs(seed):
 
 @pytest.mark.parametrize(
     "pairs",
-    [[], [(3, 7)], [(2, 1), (3, 2), (4, 3)], [(4, 3), (3, 2), (2, 1)], [(1, 5), (2, 4), (3, 6), (4, 7), (9, 8), (10, 9)]]
+    [
+        [],
+        [(3, 7)],
+        [(2, 1), (3, 2), (4, 3)],
+        [(4, 3), (3, 2), (2, 1)],
+        [(1, 2), (2, 3), (3, 4), (4, 5), (8, 6), (9, 7), (10, 8), (11, 9)],
+    ]
     + [random_pairs(seed) for seed in range(5)],
     ids=str,
 )
