@@ -12,7 +12,6 @@ from torch import Tensor
 from refimpl.config import ModelConfig
 from refimpl.errors import RefimplError
 
-
 BLOCKS_A_RUN = 4
 """From so many blocks side by side on, a copy of its own is the cheaper (measured with 66 blocks of 24 KiB)."""
 
