@@ -161,8 +161,6 @@ class KVCacheManager:
         if num_tokens <= end <= num_computed_tokens + self.block_size and self._ref_counts[block_ids[-1]] == 1:
             return NOTHING_NEW  # only its last block is written, which is its own: most decodes, most of the time
         missing = table.blocks_missing(num_tokens)
-        if num_computed_tokens >= end:  # all that is written is in new blocks
-            return self._append(table, missing)
         written = range(num_computed_tokens // self.block_size, min(len(table.block_ids), self.blocks_for(num_tokens)))
         shared = [index for index in written if self._ref_counts[table.block_ids[index]] > 1]
         if not missing and not shared:
@@ -179,13 +177,6 @@ class KVCacheManager:
             table.replace(index, own)
         self._reference(table, new_blocks)
         return Allocation(new_blocks, copies)
-
-    def _append(self, table: BlockTable, count: int) -> Allocation | None:
-        if count > self.num_free_blocks:
-            return None
-        new_blocks = self._take(count)
-        self._reference(table, new_blocks)
-        return Allocation(new_blocks)
 
     def fork(self, parent_id: int, child_id: int) -> tuple[int, ...]:
         """Give a child sequence its parent's table: every block is shared, none is copied. Returns the block ids."""
