@@ -25,6 +25,8 @@ from refimpl.bench.recompute import run
 from refimpl.bench.result import check
 from refimpl.bench.sides import Run, mixed, ratio
 from refimpl.errors import ConfigError, RefimplError
+from refimpl.events import EventLog
+from refimpl.visualizers import export_html
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -234,6 +236,17 @@ def test_the_swap_benchmark_draws_the_same_tokens_both_ways():
     for mode in ("swap", "recompute"):
         assert result.results["beside"][mode]["ratio"]["min"] > 0
     assert "| 79 | " in report.TABLES["swap"](json.loads(json.dumps(as_kept(result))))
+
+
+def test_the_timeline_of_the_swaps_is_kept_and_becomes_a_page(tmp_path):
+    path = tmp_path / "swap.jsonl.gz"
+    swap.run({"model": "tiny", "dtype": "float64"}, lengths=(20,), others=2, repeats=1, timeline=path)
+    log = EventLog.load(path)
+    assert [p.mode for record in log.records for p in record.preempted] == ["swap", "swap"]
+    assert sum(len(record.swapped_in) for record in log.records) > 0
+    assert "<svg" in export_html(path, tmp_path / "page.html").read_text(encoding="utf-8")
+    with pytest.raises(RefimplError, match="cannot be written"):
+        swap.run({"model": "tiny"}, lengths=(8,), others=1, repeats=1, timeline=tmp_path / "none" / "swap.jsonl")
 
 
 def test_a_crossover_lies_between_the_lengths_where_the_cheaper_changes():

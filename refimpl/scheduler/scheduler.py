@@ -302,14 +302,12 @@ class Scheduler(BeamLifecycle):
                 self._admit_siblings(sequence, plan)
 
     def _quiet_until(self, sequence: Sequence) -> int:
-        """How long decodes of a sequence that was just given a row need no look: as long as they stay within its block.
-
-        Not its first token, with which the block before is published; and each of a beam, and of a policy that counts.
-        """
-        computed, within = sequence.num_computed_tokens, sequence.num_computed_tokens % self.kv.block_size
+        """How long decodes of a sequence need no look: within its block, but for the first and last, which publish blocks."""
+        within = (computed := sequence.num_computed_tokens) % self.kv.block_size
         decodes = computed >= sequence.num_prompt_tokens and sequence.num_tokens == computed + 1
         counts = self.policy.dynamic or sequence.request.beams is not None or not self.config.enable_kv_cache
-        return min(sequence.most_tokens, computed - within + self.kv.block_size) if decodes and within and not counts else 0
+        full = computed - within + self.kv.block_size + (self.kv.prefix_cache is None)  # else the last token publishes it
+        return min(sequence.most_tokens, full) if decodes and within and not counts else 0
 
     def _admit_siblings(self, leader: Sequence, plan: StepPlan) -> None:
         """The other samples of a request join as soon as their prompt is computed, each with all of its blocks shared.
