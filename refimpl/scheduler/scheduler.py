@@ -302,7 +302,7 @@ class Scheduler(BeamLifecycle):
                 self._admit_siblings(sequence, plan)
 
     def _quiet_until(self, sequence: Sequence) -> int:
-        """How long decodes of a sequence need no look: within its block, but for the first and last, which publish blocks."""
+        """How long decodes of a sequence need no look: within its block, but for first and last, which publish blocks."""
         within = (computed := sequence.num_computed_tokens) % self.kv.block_size
         decodes = computed >= sequence.num_prompt_tokens and sequence.num_tokens == computed + 1
         counts = self.policy.dynamic or sequence.request.beams is not None or not self.config.enable_kv_cache
