@@ -167,8 +167,15 @@ def _overhead(result: dict[str, Any]) -> str:
         f"| {r['sequences']} sequences, {kind} | {r[kind]['ms_per_step']:,.2f} | {r[kind]['engine_share']:.1%} |\n"
         for kind in ("greedy", "sampled")
     )
+    fell_back = r["sampled"]["beyond_head_share"]
     host = f"| {r['many']} sequences, without model and sampler | {r['host_ms']['median']:.2f} | |\n"
-    return "| | ms a step, median | outside the forward pass |\n|---|---|---|\n" + rows + host + caption(result)
+    return (
+        "| | ms a step, median | outside the forward pass |\n|---|---|---|\n"
+        + rows
+        + host
+        + f"\nFor {fell_back:.0%} of the sampled rows more than the first 256 ranks were looked at.\n"
+        + caption(result)
+    )
 
 
 def _swap(result: dict[str, Any]) -> str:

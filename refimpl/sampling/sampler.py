@@ -28,7 +28,7 @@ from refimpl.kernels.philox import Purpose, uniform
 from refimpl.kernels.reference import at_least_float32
 from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT
 from refimpl.sampling.adjustments import Adjustments, adjust
-from refimpl.sampling.filters import kept_by_head, min_p_filter
+from refimpl.sampling.filters import HEAD, kept_by_head, min_p_filter
 from refimpl.sampling.ranking import argmax
 
 
@@ -71,8 +71,10 @@ class Sampler:
     """Draws tokens, and counts what it could not do the short way."""
 
     def __init__(self) -> None:
+        self.num_rows_beyond_head = 0
+        """Rows for whose top-k or top-p the first head of the ranking did not do."""
         self.num_rows_sorted = 0
-        """Rows whose whole vocabulary was sorted for top-k or top-p, because the head of the ranking did not do."""
+        """Rows whose whole vocabulary was sorted, because no head of it did."""
 
     def sample(self, logits: Float[Tensor, "R V"], rows: SamplingRows) -> Sampled:
         """One token a row. Greedy rows take the argmax, the lowest id where several tie; 16 bits are widened to float32."""
@@ -97,6 +99,7 @@ class Sampler:
         for kept in kept_by_head(logits, weights, top_k, top_p, rows.largest_top_k):
             place = draw(kept.weights, u[kept.rows])
             token_ids[kept.rows] = kept.ids.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+            self.num_rows_beyond_head += len(kept.rows) * (kept.ids.shape[-1] > HEAD)
             self.num_rows_sorted += len(kept.rows) * kept.was_sorted
         return token_ids
 
