@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from refimpl.events import EventLog, StepRecord
-from refimpl.visualizers.state import Kept, State
+from refimpl.visualizers.kept import Kept
+from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
 
 KEYFRAME_EVERY = 256
