@@ -17,7 +17,6 @@ from refimpl.visualizers.palette import Palette
 from refimpl.visualizers.timeline_books import CAUSES, MEMORY, Column, Hold, cause_of
 from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import GONE, QUEUE, QUEUED, STATES, SWAPPED, Row
-from refimpl.visualizers.timelines import timeline_of
 
 SHOWN = 240
 """Most columns of a window: four pixels each at full width."""
@@ -39,10 +38,11 @@ class BatchTimeline:
     name = "batch_timeline"
     title = "BatchTimeline"
     question = "Why did this request wait?"
+    folds = (Timeline,)
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The window around ``position``: rows of runs, what each step computed, and the blocks after it."""
-        timeline = timeline_of(history)
+        timeline = history.fold(Timeline)
         oldest = timeline.columns.first
         position = max(oldest - 1, min(position, len(timeline) - 1))
         first, columns = window(len(timeline) - oldest, position - oldest, columns_in(look.width))

@@ -36,6 +36,7 @@ class BlockMap:
     name = "block_map"
     title = "BlockMap"
     question = "Which sequence owns this block?"
+    folds = ()
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Cells as packed bytes (:data:`CELL`), and the sequences that own them."""

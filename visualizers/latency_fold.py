@@ -20,8 +20,9 @@ import numpy as np
 from refimpl.decision_texts import describe
 from refimpl.events import RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision
+from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
-from refimpl.visualizers.timeline_books import Arrivals, CountingState
+from refimpl.visualizers.timeline_books import Arrivals
 
 SHORTEST = 1e-6
 """Seconds; what is shorter counts as this, since a logarithmic axis has no 0."""
@@ -163,7 +164,7 @@ class Column:
 
 
 class LatencyFold:
-    """What a history's records say about latency. ``apply`` takes the next one.
+    """What a history's records say about latency: a :class:`refimpl.visualizers.history.Fold`.
 
     Args:
         config: the log header's ``config``.
@@ -171,7 +172,7 @@ class LatencyFold:
 
     """
 
-    def __init__(self, config: dict[str, Any], state: CountingState | None = None, first: int = 0) -> None:
+    def __init__(self, config: dict[str, Any], state: State | None = None, first: int = 0) -> None:
         self.firsts: Tail[RequestLatency] = Tail()
         """Requests that had their first token, in order of it."""
         self.first_tokens, self.pauses = Column(), Column()
@@ -192,12 +193,11 @@ class LatencyFold:
         self._ended: deque[tuple[int, int]] = deque()
         """(position, sequence) of what ended in a record that is kept."""
         self._arrivals = Arrivals()
-        self._state = CountingState(config) if state is None else state
         self._kinds = RowKinds(() if state is None else state.prefilling())
         if state is not None:
             self._begin_with(state)
 
-    def _begin_with(self, state: CountingState) -> None:
+    def _begin_with(self, state: State) -> None:
         """Requests that are alive before the first record."""
         requests: dict[int, RequestLatency] = {}
         for known in state.alive():
@@ -237,18 +237,17 @@ class LatencyFold:
         index = bisect.bisect_right(self._longest, position, key=lambda pause: pause.position)
         return self._longest[index - 1] if index else None
 
-    def apply(self, record: StepRecord) -> None:
-        """Take the next record of the log."""
+    def apply(self, record: StepRecord, state: State) -> None:
+        """Take the next record of the log; ``state`` is that after it."""
         self._arrivals.note(record)
-        self._state.apply(record)
-        self._arrive(record)
+        self._arrive(record, state)
         for decision in record.decisions:
             self._note_wait(decision)
         for preemption in record.preempted:
             self._preempted[preemption.sequence_id] = preemption.mode
-        self._admit(record)
+        self._admit(record, state)
         self._prefills.append((*self._largest_prefill(record), sum(record.num_new_tokens)))
-        self._take_tokens(record)
+        self._take_tokens(record, state)
         for finish in (*record.aborted, *record.exhausted, *record.finished):
             self._last_token.pop(finish.sequence_id, None)
             self._preempted.pop(finish.sequence_id, None)
@@ -270,21 +269,21 @@ class LatencyFold:
         if decision.kind.startswith("waits_") and request is not None and request.first_position is None:
             request.why = describe(decision)
 
-    def _arrive(self, record: StepRecord) -> None:
+    def _arrive(self, record: StepRecord, state: State) -> None:
         for arrival in record.arrived:
             at = min(self._arrivals.take(sequence_id, record) for sequence_id in arrival.sequence_ids)
-            letter = self._state.sequences[arrival.sequence_ids[0]].letter.partition("·")[0]
+            letter = state.sequences[arrival.sequence_ids[0]].letter.partition("·")[0]
             request = RequestLatency(arrival.request_id, letter, len(arrival.token_ids), at)
             for sequence_id in arrival.sequence_ids:
                 self._remember(sequence_id, request)
 
-    def _admit(self, record: StepRecord) -> None:
+    def _admit(self, record: StepRecord, state: State) -> None:
         for sequence_id, _, _ in record.admitted:
             if (request := self._request_of.get(sequence_id)) is not None and request.admitted_at is None:
                 request.admitted_at = max(request.arrived_at, record.scheduled_at)
-                request.hue = self._state.sequences[sequence_id].hue
+                request.hue = state.sequences[sequence_id].hue
 
-    def _take_tokens(self, record: StepRecord) -> None:
+    def _take_tokens(self, record: StepRecord, state: State) -> None:
         position, now = len(self.num_first), record.updated_at
         drew: Sequence[int] = record.sequence_ids[: len(record.token_ids)]
         if NO_TOKEN in record.token_ids:
@@ -297,7 +296,7 @@ class LatencyFold:
         if pauses and (not self._longest or max(pauses) > self._longest[-1].seconds):
             rows = ((s, before) for s, before in zip(drew, last, strict=True) if before is not None)
             sequence_id, (since, before_position) = max(rows, key=lambda row: now - row[1][0])
-            self._note_longest(now - since, sequence_id, before_position, record)
+            self._note_longest(now - since, sequence_id, before_position, record, state)
         self._last_token.update(dict.fromkeys(drew, (now, position)))
         if self._preempted:
             for sequence_id in drew:
@@ -314,20 +313,21 @@ class LatencyFold:
         self._without.difference_update(drew)
         self.first_tokens.extend(firsts)
 
-    def _note_longest(self, seconds: float, sequence_id: int, since: int, record: StepRecord) -> None:
-        sequence = self._state.sequences.get(sequence_id)
+    def _note_longest(self, seconds: float, sequence_id: int, since: int, record: StepRecord, state: State) -> None:
+        sequence = state.sequences.get(sequence_id)
         letter, hue = (sequence.letter, sequence.hue) if sequence else (f"?{sequence_id}", None)
         request_id = sequence.request_id if sequence else f"sequence {sequence_id}"
         position = len(self.num_first)
-        self._longest.append(Pause(seconds, letter, hue, request_id, position, self._cause(sequence_id, since, record)))
+        cause = self._cause(sequence_id, since, record, state)
+        self._longest.append(Pause(seconds, letter, hue, request_id, position, cause))
 
-    def _cause(self, sequence_id: int, since: int, record: StepRecord) -> str:
+    def _cause(self, sequence_id: int, since: int, record: StepRecord, state: State) -> str:
         """Why the sequence had no token between record ``since`` and this one, as far as the log tells."""
         if (mode := self._preempted.get(sequence_id)) is not None:
             return "swapped out" if mode == "swap" else "preempted"
         count, other, total = max(self._prefills[since + 1 :], default=(0, -1, 0))
         if 2 * count > total:
-            sequence = self._state.sequences.get(other)
+            sequence = state.sequences.get(other)
             name = sequence.letter if sequence else f"sequence {other}"
             return f"behind a prefill of {name} ({count:,} tokens)"
         return f"in step {record.step}"

@@ -26,6 +26,7 @@ class MemoryView:
     name = "memory_view"
     title = "MemoryView"
     question = "Where did the memory go, and how much of it holds tokens?"
+    folds = ()
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""

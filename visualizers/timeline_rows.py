@@ -9,18 +9,17 @@ last token was on the way: the mark then stands behind its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 from refimpl.decision_texts import describe
 from refimpl.events import ArrivalRecord, RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish
+from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import (
     Arrivals,
     Column,
-    CountingState,
     Holds,
     Presence,
     Waits,
@@ -53,7 +52,7 @@ _SAYS_NO_MORE = frozenset(("decoding",))
 
 
 class Timeline:
-    """Rows, columns, and the queue's reasons of one log. ``append`` takes the next record.
+    """Rows, columns, and the queue's reasons of one log: a :class:`refimpl.visualizers.history.Fold`.
 
     Args:
         config: the log header's ``config``.
@@ -61,7 +60,7 @@ class Timeline:
 
     """
 
-    def __init__(self, config: dict[str, Any], state: CountingState | None = None, first: int = 0) -> None:
+    def __init__(self, config: dict[str, Any], state: State | None = None, first: int = 0) -> None:
         self.rows: Tail[Row] = Tail()
         """In order of arrival."""
         self.row_of: dict[int, Row] = {}
@@ -80,7 +79,6 @@ class Timeline:
         self.started_at: float | None = None
         self.ended_at = 0.0
         self.presence = Presence(first, [])
-        self._state = CountingState(config) if state is None else state
         shares = config.get("can_share", not config.get("reserved_blocks"))  # logs of 0.1 do not tell
         self._can_follow = bool(config.get("enable_kv_cache", True) and shares)
         self._kinds = RowKinds(() if state is None else state.prefilling())
@@ -104,7 +102,7 @@ class Timeline:
     def __len__(self) -> int:
         return len(self.columns)
 
-    def _begin_with(self, state: CountingState) -> None:
+    def _begin_with(self, state: State) -> None:
         """Rows of all that are alive before the first column: what each did is known from there on."""
         self._num_requests = len({sequence.request_id for sequence in state.alive()})
         phases = {"waiting": WAITING, "preempted": QUEUED, "swapped": SWAPPED, "padding": PADDING}
@@ -141,31 +139,25 @@ class Timeline:
     def _present(self) -> list[int]:
         return [*self._holding, *islice(self._queue, QUEUE_NOTED)]
 
-    def extend(self, records: Sequence[StepRecord]) -> None:
-        """Take those of a history's records that are new."""
-        for record in records[len(self.columns) :]:
-            self.append(record)
-
-    def append(self, record: StepRecord) -> None:
-        """Take the next record of the log."""
+    def apply(self, record: StepRecord, state: State) -> None:
+        """Take the next record of the log; ``state`` is that after it."""
         column = len(self.columns)
         if self.presence.page_ends(column):
             self.presence.page(self._present())
         self._arrivals.note(record)
-        self._state.apply(record)
         for arrival in record.arrived:
-            self._arrive(arrival, record)
+            self._arrive(arrival, record, state)
         for finish in (*record.aborted, *record.exhausted):
             self._end(finish, column, column)
         for preemption in record.preempted:
             self._preempt(preemption.sequence_id, preemption.mode)
-        self._admit(record)
+        self._admit(record, state)
         if not self._goes_on(record):
             self._compute(record)
         for decision in record.decisions:
             self._note(decision, record.step)
         self.overview.close(column)
-        self._count(record)
+        self._count(record, state)
         for row in self._late:
             self._set(row, column + 1, GONE)
         self._late.clear()
@@ -174,10 +166,10 @@ class Timeline:
 
     # ------------------------------------------------------------------ who comes and goes
 
-    def _arrive(self, arrival: ArrivalRecord, record: StepRecord) -> None:
+    def _arrive(self, arrival: ArrivalRecord, record: StepRecord, state: State) -> None:
         self._num_requests += 1
         for index, sequence_id in enumerate(arrival.sequence_ids):
-            known = self._state.sequences[sequence_id]
+            known = state.sequences[sequence_id]
             at = self._arrivals.take(sequence_id, record)
             row = self._add(sequence_id, arrival.request_id, known.letter, known.name, at, index == 0)
             if index and self._can_follow:
@@ -201,14 +193,14 @@ class Timeline:
         self._holding[row.index] = row
         return row
 
-    def _admit(self, record: StepRecord) -> None:
+    def _admit(self, record: StepRecord, state: State) -> None:
         parents = {child: parent for parent, child in record.forks}
         for sequence_id, _, _ in record.admitted:
             row = self.row_of.get(sequence_id) or self._unseen(sequence_id, record)
             if row.end is not None:
                 continue
             self._holding[row.index] = row
-            if (known := self._state.sequences.get(sequence_id)) is not None:
+            if (known := state.sequences.get(sequence_id)) is not None:
                 row.hue = known.hue
             parent = self.row_of.get(parents.get(sequence_id, -1))
             if parent is not None:
@@ -325,7 +317,7 @@ class Timeline:
         if state in WAITS:
             self._waits.begin(row)
 
-    def _count(self, record: StepRecord) -> None:
+    def _count(self, record: StepRecord, state: State) -> None:
         """Close the column: blocks, tokens, and what everyone who waits waits for."""
         idle = [row for row in self._holding.values() if row.state == IDLE] if self._counts[IDLE] else []
         self._waits.count(self.holds.last, len(self._queue), len(self) - self._last_preemption, idle)
@@ -334,12 +326,12 @@ class Timeline:
         self.slot_steps += sum(self._counts[state] for state in WITH_SLOT)
         self.started_at = record.scheduled_at if self.started_at is None else self.started_at
         self.ended_at = record.updated_at
-        blocks = self._state.counts()
+        blocks = state.counts()
         self.columns.append(
             Column(
                 record.step,
                 *self._computed,
-                *(blocks["owned"], blocks["shared"], blocks["cached"], self._state.swapped.num_used),
+                *(blocks["owned"], blocks["shared"], blocks["cached"], state.swapped.num_used),
                 sum(self._counts[FOLLOWS:]),
                 *(self._num_requests, self._waits.num_requests, self._num_preemptions),
                 tuple(self._waits.steps),

@@ -145,7 +145,9 @@ def test_a_history_is_folded_once(ran, monkeypatch):
     log, _ = ran
     history, applied = History(log), []
     apply = LatencyFold.apply
-    monkeypatch.setattr(LatencyFold, "apply", lambda fold, record: (applied.append(record.step), apply(fold, record)))
+    monkeypatch.setattr(
+        LatencyFold, "apply", lambda fold, record, state: (applied.append(record.step), apply(fold, record, state))
+    )
     for position in (5, -1, len(history) - 1, 2):
         FIGURE.picture(history, position)
     assert len(applied) == len(history)
