@@ -15,21 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from refimpl.decision_texts import describe
 from refimpl.events import RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision
+from refimpl.visualizers.latency_column import SHORTEST, Column
 from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import Arrivals
-
-SHORTEST = 1e-6
-"""Seconds; what is shorter counts as this, since a logarithmic axis has no 0."""
-BARS_PER_DECADE = 24
-_SLICES = 20
-"""Fine bins in a bar: a quantile is found in one of them, exactly."""
-_NUM_BARS = 10 * BARS_PER_DECADE
 
 
 @dataclass(slots=True, eq=False)
@@ -73,96 +65,6 @@ class Pause:
     """What the log knows: a preemption, or a prefill in the same step; else the step."""
 
 
-class Column:
-    """Seconds in order of the log, and the distribution of any prefix of them."""
-
-    def __init__(self) -> None:
-        self._low, self._high = float("inf"), 0.0
-        self._new: list[float] = []
-        """Not sorted into bins yet: that is done for many at a time."""
-        self._seconds = np.empty(1024)
-        self._bins = np.empty(1024, dtype=np.intp)
-        self._size = 0
-        self._first = 0
-        """How many are forgotten."""
-
-    def __len__(self) -> int:
-        return self._first + self._size + len(self._new)
-
-    @property
-    def low(self) -> float:
-        """The lowest of all there ever were; infinite where there were none."""
-        self._take_in()
-        return self._low
-
-    @property
-    def high(self) -> float:
-        """The highest of all there ever were."""
-        self._take_in()
-        return self._high
-
-    def forget(self, first: int) -> None:
-        """Let go of all before the ``first``-th."""
-        self._take_in()
-        gone = first - self._first
-        self._seconds, self._bins = self._seconds[gone:].copy(), self._bins[gone:].copy()
-        self._first, self._size = first, self._size - gone
-
-    def extend(self, values: list[float]) -> None:
-        """Append some."""
-        self._new += values
-
-    def _take_in(self) -> None:
-        if not self._new:
-            return
-        new = np.maximum(np.asarray(self._new), SHORTEST)
-        self._new.clear()
-        end = self._size + len(new)
-        if end > len(self._seconds):
-            self._seconds = np.resize(self._seconds, 2 * end)
-            self._bins = np.resize(self._bins, 2 * end)
-        self._seconds[self._size : end] = new
-        fine = (np.log10(new) - np.log10(SHORTEST)) * (BARS_PER_DECADE * _SLICES)
-        self._bins[self._size : end] = np.clip(fine.astype(np.intp), 0, _NUM_BARS * _SLICES - 1)
-        self._size = end
-        self._low, self._high = min(self._low, float(new.min())), max(self._high, float(new.max()))
-
-    def distribution(self, size: int) -> dict[str, Any]:
-        """Of the first ``size`` ones, less those forgotten: how many, exact quantiles, and bars.
-
-        ``bars`` counts them from bar ``first_bar`` on; bar b begins at ``SHORTEST * 10 ** (b / BARS_PER_DECADE)`` seconds.
-        """
-        self._take_in()
-        size -= self._first
-        if size <= 0:
-            return {"count": 0, "p50": None, "p99": None, "first_bar": 0, "bars": []}
-        counts = np.bincount(self._bins[:size], minlength=_NUM_BARS * _SLICES)
-        bars = counts.reshape(_NUM_BARS, _SLICES).sum(axis=1)
-        used = np.flatnonzero(bars)
-        ends = np.cumsum(counts)
-        return {
-            "count": size,
-            "p50": self._quantile(size, ends, 0.5),
-            "p99": self._quantile(size, ends, 0.99),
-            "first_bar": int(used[0]),
-            "bars": bars[used[0] : used[-1] + 1].tolist(),
-        }
-
-    def _quantile(self, size: int, ends: Any, share: float) -> float:
-        """Between the two neighbouring values, as numpy's: linear."""
-        rank = (size - 1) * share
-        low = int(rank)
-        a, b = self._value(size, ends, low), self._value(size, ends, min(low + 1, size - 1))
-        return a + (b - a) * (rank - low)
-
-    def _value(self, size: int, ends: Any, rank: int) -> float:
-        """The value that ``rank`` others precede in order of size; it is in the fine bin where the counts pass the rank."""
-        fine = int(np.searchsorted(ends, rank, side="right"))
-        inside = self._seconds[:size][self._bins[:size] == fine]
-        rest = rank - (int(ends[fine - 1]) if fine else 0)
-        return float(np.partition(inside, rest)[rest])
-
-
 class LatencyFold:
     """What a history's records say about latency: a :class:`refimpl.visualizers.history.Fold`.
 
@@ -183,7 +85,10 @@ class LatencyFold:
         """Each longer than the one before."""
         self._request_of: dict[int, RequestLatency] = {}
         self._last_token: dict[int, tuple[float, int]] = {}
-        """By sequence: when its newest token came, and with which record."""
+        """By sequence: when its newest token came, and with which record. Of those in ``_together``, an older one."""
+        self._together: Sequence[int] = ()
+        """Sequences that drew the newest tokens, all with one record: when, and which, is in ``_newest``."""
+        self._newest = (0.0, 0)
         self._preempted: dict[int, str] = {}
         """How a sequence was preempted since its newest token."""
         self._prefills: Tail[tuple[int, int, int]] = Tail(first=first)
@@ -248,7 +153,9 @@ class LatencyFold:
         self._admit(record, state)
         self._prefills.append((*self._largest_prefill(record), sum(record.num_new_tokens)))
         self._take_tokens(record, state)
-        for finish in (*record.aborted, *record.exhausted, *record.finished):
+        if ended := (*record.aborted, *record.exhausted, *record.finished):
+            self._part()
+        for finish in ended:
             self._last_token.pop(finish.sequence_id, None)
             self._preempted.pop(finish.sequence_id, None)
             self._without.discard(finish.sequence_id)
@@ -288,19 +195,32 @@ class LatencyFold:
         drew: Sequence[int] = record.sequence_ids[: len(record.token_ids)]
         if NO_TOKEN in record.token_ids:
             drew = [s for s, token in zip(record.sequence_ids, record.token_ids, strict=False) if token != NO_TOKEN]
-        if not self._without.isdisjoint(drew):
-            self._take_first_tokens(drew, now, position)
-        last = list(map(self._last_token.get, drew))
-        pauses = [now - before[0] for before in last if before is not None]
-        self.pauses.extend(pauses)
-        if pauses and (not self._longest or max(pauses) > self._longest[-1].seconds):
-            rows = ((s, before) for s, before in zip(drew, last, strict=True) if before is not None)
-            sequence_id, (since, before_position) = max(rows, key=lambda row: now - row[1][0])
-            self._note_longest(now - since, sequence_id, before_position, record, state)
-        self._last_token.update(dict.fromkeys(drew, (now, position)))
+        if not drew:
+            return
+        longest = self._longest[-1].seconds if self._longest else -1.0
+        if drew == self._together:
+            since, before_position = self._newest
+            self.pauses.repeat(now - since, len(drew))
+            if now - since > longest:
+                self._note_longest(now - since, drew[0], before_position, record, state)
+        else:
+            self._part()
+            if not self._without.isdisjoint(drew):
+                self._take_first_tokens(drew, now, position)
+            rows = [(s, *self._last_token[s]) for s in drew if s in self._last_token]
+            self.pauses.extend([now - since for _, since, _ in rows])
+            sequence_id, since, before_position = min(rows, key=lambda row: row[1], default=(-1, now, 0))
+            if rows and now - since > longest:
+                self._note_longest(now - since, sequence_id, before_position, record, state)
+        self._together, self._newest = drew, (now, position)
         if self._preempted:
             for sequence_id in drew:
                 self._preempted.pop(sequence_id, None)
+
+    def _part(self) -> None:
+        """Another batch draws, or a sequence of the last one ends."""
+        self._last_token.update(dict.fromkeys(self._together, self._newest))
+        self._together = ()
 
     def _take_first_tokens(self, drew: Sequence[int], now: float, position: int) -> None:
         firsts = []

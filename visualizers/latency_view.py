@@ -12,7 +12,8 @@ from typing import Any
 
 from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
-from refimpl.visualizers.latency_fold import BARS_PER_DECADE, SHORTEST, LatencyFold, Pause, RequestLatency
+from refimpl.visualizers.latency_column import BARS_PER_DECADE, SHORTEST
+from refimpl.visualizers.latency_fold import LatencyFold, Pause, RequestLatency
 from refimpl.visualizers.palette import Palette, hue
 
 MOST_DOTS = 2000

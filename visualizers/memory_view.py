@@ -31,8 +31,9 @@ class MemoryView:
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""
         state = history.state_at(position)
-        sequences = [sequence for sequence in state.alive() if sequence.table]
-        holding = [sequence for sequence in state.alive() if state.device_blocks(sequence)]
+        alive = state.alive()
+        sequences = [sequence for sequence in alive if sequence.table]
+        holding = [sequence for sequence in alive if state.num_device_blocks(sequence)]
         holders, usage = _usage(state, holding)
         reserves = bool(history.config.get("reserved_blocks"))
         run = max(1, -(-history.config["max_model_len"] // state.block_size))
@@ -81,7 +82,7 @@ def _usage(state: State, sequences: Sequence[SequenceState]) -> tuple[list[Holde
 
 def _tokens_here(state: State, sequence: SequenceState) -> int:
     """Of a swapped sequence, those in blocks that it holds on the device, which are the head of its table."""
-    return min(sequence.num_computed_tokens, len(state.device_blocks(sequence)) * state.block_size)
+    return min(sequence.num_computed_tokens, state.num_device_blocks(sequence) * state.block_size)
 
 
 def _shared(state: State) -> dict[int, list[tuple[int, int, tuple[int, ...]]]]:
@@ -100,7 +101,7 @@ def _holders(
 ) -> list[Holder]:
     """The shared blocks of which the sequence is the oldest owner, by who the others are, and its own ones."""
     size = state.block_size
-    filled, held = _tokens_here(state, sequence), len(state.device_blocks(sequence)) * size
+    filled, held = _tokens_here(state, sequence), state.num_device_blocks(sequence) * size
     groups: dict[tuple[int, ...], Holder] = {}
     for index, block_id, owners in shared.get(sequence.sequence_id, ()):
         filled -= min(size, max(0, sequence.num_computed_tokens - index * size))

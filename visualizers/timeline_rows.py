@@ -9,6 +9,7 @@ last token was on the way: the mark then stands behind its end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,15 +18,7 @@ from refimpl.events import ArrivalRecord, RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish
 from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
-from refimpl.visualizers.timeline_books import (
-    Arrivals,
-    Column,
-    Holds,
-    Presence,
-    Waits,
-    batch_of,
-    cause_of,
-)
+from refimpl.visualizers.timeline_books import Arrivals, Column, Holds, Presence, Waits, batch_of, cause_of
 from refimpl.visualizers.timeline_overview import Overview
 from refimpl.visualizers.timeline_runs import (
     DECODE,
@@ -85,6 +78,8 @@ class Timeline:
         self._arrivals = Arrivals()
         self._holding: dict[int, Row] = {}
         """Rows that hold a slot, by index."""
+        self._decoding: set[int] = set()
+        """Sequences that draw one token in each step."""
         self._queue, self._counts = dict[int, Row](), [0] * len(STATES)
         self._followers: dict[str, list[Row]] = {}
         """By request, samples that wait for their prompt."""
@@ -248,9 +243,10 @@ class Timeline:
     def _compute(self, record: StepRecord) -> None:
         """The rows of a batch, and what they computed tokens for."""
         column, computed, steady = len(self), [0] * len(STATES), not record.num_accepted
-        kinds = self._kinds.of(record)
-        batch: set[int] = set()
-        for index, sequence_id in enumerate(record.sequence_ids):
+        kinds, others = self._kinds.of(record), self._not_as_before(record)
+        computed[DECODE] = sum(record.num_new_tokens) - sum(record.num_new_tokens[index] for index in others)
+        for index in others:
+            sequence_id = record.sequence_ids[index]
             row = self.row_of.get(sequence_id) or self._unseen(sequence_id, record)
             token = record.token_ids[index] if index < len(record.token_ids) else NO_TOKEN
             num_new, drawn = record.num_new_tokens[index], int(token >= 0)
@@ -259,18 +255,26 @@ class Timeline:
             state = PADDING if row.end is not None else PREFILL if prefill else DECODE
             self._set(row, column, state, 0 if state == PADDING else drawn, num_new if state == PREFILL else 0)
             computed[state] += num_new
-            batch.add(row.index)
             if state == PADDING and row.index not in self._holding:
                 self._late.append(row)
             if drawn:
                 self._drew(row, drawn, record)
             steady &= state == PADDING or (state == DECODE and drawn == 1)
-        for row in self._holding.values():
-            if row.index not in batch and row.end is None:
-                self._set(row, column, IDLE)
+        if len(record.sequence_ids) - len(self._late) < len(self._holding):
+            batch = set(record.sequence_ids)
+            for row in self._holding.values():
+                if row.sequence_id not in batch and row.end is None:
+                    self._set(row, column, IDLE)
         self._computed = computed[PREFILL], computed[DECODE], computed[PADDING]
         self.most_tokens = max(self.most_tokens, sum(self._computed))
         self._steady = batch_of(record) if steady and not self._late else None
+
+    def _not_as_before(self, record: StepRecord) -> Sequence[int]:
+        """The rows of a batch that may do another thing than draw one more token, as they did in the last step."""
+        rows, decoding = range(len(record.sequence_ids)), self._decoding
+        if NO_TOKEN in record.token_ids or record.num_accepted or len(record.token_ids) < len(rows):
+            return rows
+        return [index for index, sequence_id in enumerate(record.sequence_ids) if sequence_id not in decoding]
 
     def _drew(self, row: Row, drawn: int, record: StepRecord) -> None:
         self.most_drawn = max(self.most_drawn, drawn)
@@ -301,6 +305,7 @@ class Timeline:
         """All changes of rows go through here: the queue, the counts and the overview follow."""
         old = row.state
         row.set(column, (state, drawn, num_new))
+        (self._decoding.add if (state, drawn) == (DECODE, 1) else self._decoding.discard)(row.sequence_id)
         if old == state:
             return
         self._counts[old] -= 1

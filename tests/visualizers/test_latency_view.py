@@ -22,7 +22,8 @@ from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, S
 from refimpl.outputs import Finish
 from refimpl.visualizers.figure import plain
 from refimpl.visualizers.history import History
-from refimpl.visualizers.latency_fold import SHORTEST, Column, LatencyFold
+from refimpl.visualizers.latency_column import SHORTEST, Column
+from refimpl.visualizers.latency_fold import LatencyFold
 from refimpl.visualizers.latency_view import FIGURE, MOST_DOTS, _axis, seconds_text, swarm
 from refimpl.visualizers.palette import DARK, LIGHT
 
