@@ -118,8 +118,8 @@ def chosen_rows(timeline: Timeline, first: int, last: int, position: int, pinned
     indices = {*near, *timeline.around(first), *timeline.around(position)}
     if pinned is not None:
         indices.update(row.index for row in timeline.rows if row.request_id == pinned)
-    found = [timeline.rows[index] for index in sorted(indices)]
-    found = [row for row in found if row.arrived < last and (row.gone is None or row.gone > first or row.arrived >= first)]
+    found = timeline.rows.pick(sorted(indices))
+    found = [row for row in found if row.arrived < last and (row.arrived >= first or row.stays_until(first))]
     if len(found) <= MOST_ROWS:
         return found
     ranks: tuple[list[Row], ...] = [], [], [], [], []

@@ -25,7 +25,10 @@ class Column:
         """How often each of them is to be counted."""
         self._num_new = 0
         self._seconds = np.empty(1024)
-        self._bins = np.empty(1024, dtype=np.intp)
+        self._bins = np.empty(1024, dtype=np.int16)
+        """Fine bins: 16 bits hold the numbers of all."""
+        self._counts = np.zeros(_NUM_BARS * _SLICES, dtype=np.int64)
+        """By fine bin, those that are kept."""
         self._size = 0
         self._first = 0
         """How many are forgotten."""
@@ -49,6 +52,7 @@ class Column:
         """Let go of all before the ``first``-th."""
         self._take_in()
         gone = first - self._first
+        self._counts -= np.bincount(self._bins[:gone], minlength=len(self._counts))
         self._seconds, self._bins = self._seconds[gone:].copy(), self._bins[gone:].copy()
         self._first, self._size = first, self._size - gone
 
@@ -69,13 +73,14 @@ class Column:
             return
         new = np.maximum(np.asarray(self._new), SHORTEST)
         fine = (np.log10(new) - np.log10(SHORTEST)) * (BARS_PER_DECADE * _SLICES)
-        bins = np.clip(fine.astype(np.intp), 0, _NUM_BARS * _SLICES - 1)
+        bins = np.clip(fine, 0, len(self._counts) - 1).astype(np.int16)
         end = self._size + self._num_new
         if end > len(self._seconds):
             self._seconds = np.resize(self._seconds, 2 * end)
             self._bins = np.resize(self._bins, 2 * end)
         self._seconds[self._size : end] = np.repeat(new, self._times)
         self._bins[self._size : end] = np.repeat(bins, self._times)
+        self._counts += np.bincount(self._bins[self._size : end], minlength=len(self._counts))
         self._size, self._num_new = end, 0
         self._new.clear()
         self._times.clear()
@@ -90,7 +95,8 @@ class Column:
         size -= self._first
         if size <= 0:
             return {"count": 0, "p50": None, "p99": None, "first_bar": 0, "bars": []}
-        counts = np.bincount(self._bins[:size], minlength=_NUM_BARS * _SLICES)
+        newest = size == self._size
+        counts = self._counts if newest else np.bincount(self._bins[:size], minlength=len(self._counts))
         bars = counts.reshape(_NUM_BARS, _SLICES).sum(axis=1)
         used = np.flatnonzero(bars)
         ends = np.cumsum(counts)
@@ -103,15 +109,16 @@ class Column:
         }
 
     def _quantile(self, size: int, ends: Any, share: float) -> float:
-        """Between the two neighbouring values, as numpy's: linear."""
-        rank = (size - 1) * share
-        low = int(rank)
-        a, b = self._value(size, ends, low), self._value(size, ends, min(low + 1, size - 1))
-        return a + (b - a) * (rank - low)
+        """Between the two neighbouring values, as numpy's: linear.
 
-    def _value(self, size: int, ends: Any, rank: int) -> float:
-        """The value that ``rank`` others precede in order of size; it is in the fine bin where the counts pass the rank."""
-        fine = int(np.searchsorted(ends, rank, side="right"))
-        inside = self._seconds[:size][self._bins[:size] == fine]
-        rest = rank - (int(ends[fine - 1]) if fine else 0)
-        return float(np.partition(inside, rest)[rest])
+        They are in the fine bins where the counts pass their ranks.
+        """
+        rank = (size - 1) * share
+        low, high = int(rank), min(int(rank) + 1, size - 1)
+        first, last = np.searchsorted(ends, (low, high), side="right")  # between these two fine bins all are empty
+        chosen = self._bins[:size] == first
+        if last != first:
+            chosen |= self._bins[:size] == last
+        before = int(ends[first - 1]) if first else 0
+        a, b = np.partition(self._seconds[:size][chosen], (low - before, high - before))[[low - before, high - before]]
+        return float(a + (b - a) * (rank - low))

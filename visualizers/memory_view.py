@@ -16,8 +16,10 @@ from refimpl.visualizers.state import State
 from refimpl.visualizers.words import names, percent, size
 
 MAX_HUES = 4
-Holder = list[Any]
-"""One segment of a bar: letter, request ids, hues, slots that hold a token, slots held, owners."""
+Holder = Sequence[Any]
+"""One segment of a bar: letter, request id, hue, slots that hold a token, slots held, owners.
+
+Where there are several owners, a list of their request ids, and one of their hues."""
 
 
 class MemoryView:
@@ -102,7 +104,7 @@ def _holders(
     """The shared blocks of which the sequence is the oldest owner, by who the others are, and its own ones."""
     size = state.block_size
     filled, held = _tokens_here(state, sequence), state.num_device_blocks(sequence) * size
-    groups: dict[tuple[int, ...], Holder] = {}
+    groups: dict[tuple[int, ...], list[Any]] = {}
     for index, block_id, owners in shared.get(sequence.sequence_id, ()):
         filled -= min(size, max(0, sequence.num_computed_tokens - index * size))
         held -= size
@@ -112,11 +114,11 @@ def _holders(
             group = groups[owners]
             group[3] += state.block(block_id).fill
             group[4] += size
-    own = [[sequence.letter, [sequence.request_id], [sequence.hue], filled, held, 1]] if held else []
-    return [*groups.values(), *own]
+    own = (sequence.letter, sequence.request_id, sequence.hue, filled, held, 1)
+    return [*groups.values(), own] if held else [*groups.values()]
 
 
-def _group(state: State, owners: tuple[int, ...]) -> Holder:
+def _group(state: State, owners: tuple[int, ...]) -> list[Any]:
     together = [state.sequences[owner] for owner in owners]
     requests = list(dict.fromkeys(sequence.request_id for sequence in together))
     hues = list(dict.fromkeys(sequence.hue for sequence in together))[:MAX_HUES]
@@ -147,7 +149,7 @@ def _bytes(config: dict[str, Any], state: State) -> dict[str, Any] | None:
 def _contiguous(state: State, sequences: Sequence[SequenceState], run: int, fit: int) -> dict[str, Any]:
     """Reservations of ``run`` blocks for as many as fit, oldest first; a rest that is too short for another is lost."""
     reserved, pool = run * state.block_size, state.num_blocks * state.block_size
-    holders = [[s.letter, [s.request_id], [s.hue], s.num_computed_tokens, reserved, 1] for s in sequences[:fit]]
+    holders = [(s.letter, s.request_id, s.hue, s.num_computed_tokens, reserved, 1) for s in sequences[:fit]]
     room = state.num_blocks // run - fit
     stranded = state.num_blocks % run * state.block_size
     tokens = sum(sequence.num_computed_tokens for sequence in sequences[:fit])
@@ -182,7 +184,7 @@ def _as_if_paged(state: State, sequences: Sequence[SequenceState]) -> dict[str, 
     holders: list[Holder] = []
     for sequence in sequences:
         tokens, blocks = sequence.num_computed_tokens, -(-sequence.num_computed_tokens // state.block_size)
-        holders.append([sequence.letter, [sequence.request_id], [sequence.hue], tokens, blocks * state.block_size, 1])
+        holders.append((sequence.letter, sequence.request_id, sequence.hue, tokens, blocks * state.block_size, 1))
     filled, held = sum(holder[3] for holder in holders), sum(holder[4] for holder in holders)
     free = state.num_blocks - held // state.block_size
     usage = {"filled_slots": filled, "wasted_slots": held - filled, "cached_blocks": 0, "free_blocks": free}
