@@ -154,24 +154,26 @@
         canvas.style.width = `${2 * image.width}px`; canvas.style.height = `${2 * image.height}px`;
         ids = null;
       }
-      const words = new Uint32Array(image.data.buffer), byOwner = new Map();
+      const words = new Uint32Array(image.data.buffer), packed = picture.packed, byOwner = new Map();
       const word = (hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; };
-      const [free, cached, nothing] = [word(P.free), word(P.cached), word(P.ink3)];
+      const colours = [word(P.free), word(P.cached), 0, 0, word(P.ink3)];
       function owned(owner) {
         let found = byOwner.get(owner);
         if (found === undefined) {
           const sequence = sequenceOf(owner - 1), colour = sequence && hueOf(P, sequence[1]);
-          found = !sequence ? nothing : word(ui.pinned !== null && sequence[2] !== ui.pinned ? mix(colour, P.bg, 0.72) : colour);
+          found = !sequence ? colours[NULL] : word(ui.pinned !== null && sequence[2] !== ui.pinned ? mix(colour, P.bg, 0.72) : colour);
           byOwner.set(owner, found);
         }
         return found;
       }
-      const paintOne = (id) => {
-        const kind = (picture.packed[2 * id + 1] >> 16) & 255;
-        words[start + id] = kind === FREE ? free : kind === CACHED ? cached : kind === NULL ? nothing : owned(picture.packed[2 * id]);
-      };
+      let last = null, colour = 0; // neighbours are often one sequence's
+      function paintOne(id) {
+        const kind = (packed[2 * id + 1] >> 16) & 255, owner = packed[2 * id];
+        if (kind !== OWNED && kind !== SHARED) words[start + id] = colours[kind];
+        else words[start + id] = owner === last ? colour : (colour = owned((last = owner)));
+      }
       if (ids === null) for (let id = 0; id < count; id++) paintOne(id);
-      else ids.forEach(paintOne);
+      else for (const id of ids) paintOne(id);
       canvas.getContext("2d").putImageData(image, 0, 0);
     }
 
