@@ -299,3 +299,20 @@ def test_who_waits_while_others_are_preempted_is_told_so():
     told = [plain(FIGURE.picture(history, position)["caption"]) for position in range(len(history))]
     assert "for a step that preempts" in told[-1]
     assert not any("other reasons" in caption or "before this log" in caption for caption in told)
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_the_sentence_at_a_wait_covers_none_of_the_charts_and_not_its_cell(row):
+    """However few rows there are."""
+    history, _ = run()
+    picture = next(p for p in (FIGURE.picture(history, at) for at in range(len(history))) if p["tip"])
+    few = picture | {"rows": (picture["rows"] * 6)[: row + 1], "tip": picture["tip"] | {"row": row}}
+    root = ElementTree.fromstring(FIGURE.svg(few, LIGHT))
+    boxes = [{k: float(e.get(k)) for k in ("y", "height")} for e in root.iter() if e.get("rx") == "3"]
+    cells = [
+        e for e in root.iter() if e.tag.endswith("rect") and e.get("fill") == "none" and e.get("stroke") == LIGHT["ink"]
+    ]
+    [tip], [cell] = boxes, [{k: float(e.get(k)) for k in ("y", "height")} for e in cells if e.get("rx") is None]
+    title = next(float(e.get("y")) for e in root.iter() if e.text == "tokens" and e.get("font-weight") == "600")
+    assert tip["y"] + tip["height"] <= title - 6
+    assert tip["y"] >= cell["y"] + cell["height"] or tip["y"] + tip["height"] <= cell["y"]
