@@ -165,6 +165,8 @@ class State:
         for parent, child in record.forks:
             if child not in self._sequences and parent in self._sequences:
                 self._branch(self._sequences[parent], child, record)
+                for preemption in (one for one in record.preempted if one.sequence_id == child):  # before it ever ran
+                    self._preempt(preemption, moved)
             if child in self._sequences:
                 self._sequences[child].parent = parent
         self.swapped.move_in({host_id: block_id for block_id, host_id in record.swapped_in})

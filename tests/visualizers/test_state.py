@@ -196,6 +196,8 @@ def test_searches_that_are_preempted_while_beams_fork_are_folded_as_the_engine_h
             assert_same_swap(state, engine, snapshot)
             assert books(state) == {s: table for s, table in snapshot.tables.items() if table}
             assert known.keys() == engine.scheduler.sequences.keys()
+            preempted = {i: s.num_preemptions for i, s in engine.scheduler.sequences.items()}
+            assert {i: s.num_preemptions for i, s in known.items()} == preempted
             told += len(state.swapped.tables) if mode == "swap" else sum(s.phase == "preempted" for s in known.values())
             for sequence_id, sequence in engine.scheduler.sequences.items():
                 assert "".join(known[sequence_id].token_texts) == "".join(
