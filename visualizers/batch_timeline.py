@@ -124,6 +124,8 @@ def chosen_rows(timeline: Timeline, first: int, last: int, position: int, pinned
         return found
     ranks: tuple[list[Row], ...] = [], [], [], [], []
     for row in found:
+        if pinned is None and len(ranks[1]) == MOST_ROWS:
+            break
         ranks[0 if row.request_id == pinned else _RANKS[row.at(position)[0]]].append(row)
     ranks[-1].sort(key=lambda row: row.arrived - position if row.arrived > position else position - (row.gone or 0))
     return sorted(islice(chain(*ranks), MOST_ROWS), key=attrgetter("index"))

@@ -45,8 +45,10 @@ class Figure(Protocol):
     """snake_case: also the name of ``static/NAME.js``."""
     title: str
     question: str
-    folds: Sequence[type[Fold]]
-    """What it reads of a history, beside its records and states."""
+
+    @property
+    def folds(self) -> Sequence[type[Fold]]:
+        """What it reads of a history, beside its records and states."""
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """What to draw after the record at ``position``; -1 is before the first. It holds nothing that changes later."""

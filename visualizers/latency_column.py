@@ -119,6 +119,8 @@ class Column:
         chosen = self._bins[:size] == first
         if last != first:
             chosen |= self._bins[:size] == last
-        before = int(ends[first - 1]) if first else 0
-        a, b = np.partition(self._seconds[:size][chosen], (low - before, high - before))[[low - before, high - before]]
+        values, before = self._seconds[:size][chosen], int(ends[first - 1]) if first else 0
+        if values.min() == values.max():  # steps of a virtual clock
+            return float(values[0])
+        a, b = np.partition(values, (low - before, high - before))[[low - before, high - before]]
         return float(a + (b - a) * (rank - low))

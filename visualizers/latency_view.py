@@ -173,7 +173,8 @@ def _slowest(requests: list[RequestLatency]) -> str:
     """Where the slowest first token's time went; empty for one, or for more than are drawn as dots."""
     if len(requests) < 2:
         return ""
-    request = max(requests, key=lambda one: one.dot[0])
+    times = [one.dot[0] for one in requests]
+    request = requests[times.index(max(times))]
     seconds, queued, *_ = request.dot
     why = f" ({request.why.removeprefix('waits: ')})" if request.why else ""
     return f" {request.letter} took longest, {seconds_text(seconds)}, of which {seconds_text(queued)} in the queue{why}."
