@@ -6,7 +6,7 @@
 const SPEEDS = [2, 8, 20, 60];
 const END = 8;  // half a thumb: what the scrubber leaves free at either end, as a native range does
 const QUIET = 400; // milliseconds without a frame
-const SHOWN = 50; // milliseconds in which the first picture comes to the screen
+const APART = 50; // milliseconds in which the first picture comes to the screen
 
 const ICONS = {
   back: "M2 2h2v10H2zM12 2v10L5 7z", forward: "M10 2h2v10h-2zM2 2v10l7-5z", play: "M3 1.5v11l9-5.5z", pause: "M3 2h3v10H3zM8 2h3v10H8z",
@@ -160,7 +160,7 @@ function render({ model, el }) {
     }
     root.dataset.position = last.transport.position;
     clearTimeout(quiet);
-    if (opening && stale.size) setTimeout(schedule, SHOWN); // when it is known which are near
+    if (opening && stale.size) setTimeout(schedule, APART); // when it is known which are near
     if (stale.size) quiet = setTimeout(draw, QUIET, 0, true); // out of sight, but somebody may print the page
   }
   function schedule() { if (!queued) { queued = true; requestAnimationFrame(draw); } }
