@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,7 +102,7 @@ class KernelSpec:
     flops: Callable[[Shape, torch.dtype], int]
     compiles: Callable[[int], tuple[Compile, ...]]
     """What to compile for a compute capability (75, 80, 89, 90, 100), as the launcher would launch it there."""
-    not_on: Mapping[int, str] = MappingProxyType({})
+    not_on: Mapping[int, str] = field(default_factory=dict)
     """Targets that the kernel is not for, and why, and what is done there instead."""
     complain: Callable[[Case, dict[str, Tensor], dict[str, Tensor]], list[str]] | None = None
     """For integer outputs that rounding may change: what is wrong with (case, got, oracle's outputs); an empty list is
