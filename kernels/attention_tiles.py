@@ -35,6 +35,15 @@ LOG2_E = math.log2(math.e)
 
 
 @triton.jit
+def load_block_ids(
+    table: tl.tensor, first_key: tl.tensor, context: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr
+) -> tl.tensor:
+    """The block of each key of a tile, ``[N]``; the null block beyond the context."""
+    positions = first_key + tl.arange(0, TILE_N)
+    return tl.load(table + positions // BLOCK_SIZE, mask=positions < context, other=0)
+
+
+@triton.jit
 def load_pages(
     cache_head: tl.tensor,
     slots: tl.tensor,
@@ -83,9 +92,9 @@ def take_tile(
     last_key: tl.tensor,
     first_key: tl.tensor,
     context: tl.tensor,
+    block_ids: tl.tensor,
     k_head: tl.tensor,
     v_head: tl.tensor,
-    table: tl.tensor,
     scale_log2: tl.tensor,
     block_stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -103,11 +112,7 @@ def take_tile(
     """
     positions = first_key + tl.arange(0, TILE_N)  # [N]
     exists = positions < context
-    if MASKED:
-        block_ids = tl.load(table + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)  # [N]
-    else:
-        block_ids = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
-    slots = block_ids * block_stride + (positions % BLOCK_SIZE) * slot_stride
+    slots = block_ids.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * slot_stride  # [N]
     keys = load_pages(k_head, slots, exists, HEAD_DIM, TILE_D, OPERAND, MASKED)  # [N, D]
     scores = scores_of(query, keys, VECTOR) * scale_log2  # [M, N]
     if MASKED:
@@ -147,21 +152,27 @@ def attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The state of ``query [M, D]`` after keys ``first … end``; all rows see the tiles before ``unmasked_end`` whole.
 
-    Two loops, so that the long one has no comparisons. Both bounds are a number of tiles from ``first``, but for ``end``.
+    Two loops, so that the long one has no comparisons. A tile's block ids are loaded one tile ahead: a load whose address is
+    itself being loaded could not be under way as early as the pipeline of ``num_stages`` tiles wants it.
     """
     attended = tl.zeros((TILE_M, TILE_D), tl.float32)
     row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((TILE_M,), tl.float32)
+    block_ids = load_block_ids(table, first, end, BLOCK_SIZE, TILE_N)
     for key in range(first, unmasked_end, TILE_N):
+        next_ids = load_block_ids(table, key + TILE_N, end, BLOCK_SIZE, TILE_N)
         attended, row_max, row_sum = take_tile(
-            attended, row_max, row_sum, query, last_key, key, end, k_head, v_head, table, scale_log2, block_stride,
+            attended, row_max, row_sum, query, last_key, key, end, block_ids, k_head, v_head, scale_log2, block_stride,
             slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=False,
         )  # fmt: skip
+        block_ids = next_ids
     for key in tl.range(unmasked_end, end, TILE_N, num_stages=1):
+        next_ids = load_block_ids(table, key + TILE_N, end, BLOCK_SIZE, TILE_N)
         attended, row_max, row_sum = take_tile(
-            attended, row_max, row_sum, query, last_key, key, end, k_head, v_head, table, scale_log2, block_stride,
+            attended, row_max, row_sum, query, last_key, key, end, block_ids, k_head, v_head, scale_log2, block_stride,
             slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=True,
         )  # fmt: skip
+        block_ids = next_ids
     return attended, row_max, row_sum
 
 

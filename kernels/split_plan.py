@@ -10,11 +10,12 @@ graph, whose grid is fixed, serves any lengths. A program of the decode kernel f
 and their programs leave at once::
 
     lengths   [700, 90, 0, 3000]     tiles of 64 keys   [11, 2, 0, 47]     together 60
-    tiles a split 16             →   splits             [ 1, 1, 0,  3]     items (0, 0, 700, 1) (1, 0, 90, 1) (3, 0, 960, 3) …
+    tiles a split 16             →   splits             [ 1, 1, 0,  3]     items (0, 0, 700, 1) (1, 0, 90, 1) (3, 0, 960, 3)
 
 How many tiles a split has: while there is little to do, as few as keep the device busy once (*one wave*: every program is
-resident at the same time), but ``FEWEST`` at least, since each split costs a start and a merge. With more to do, up to ``MANY``
-a split in one wave; with more still, splits of ``MANY`` in several waves, which even out at the end; and at most ``WAVES``.
+resident at the same time), but ``FEWEST`` at least, since each split costs a start and a merge. With more to do, up to
+``MANY`` a split in one wave; with more still, splits of ``MANY`` in several waves, which even out at the end; and at most
+``WAVES``.
 """
 
 from __future__ import annotations
