@@ -29,6 +29,14 @@ def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float) ->
     return normed.to(x.dtype) * weight
 
 
+def add_rms_norm(
+    x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
+    """``rms_norm(x + residual)``, and the sum, which is the residual stream after it. The sum is rounded to x's dtype."""
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
 def rotary(
     x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
 ) -> Float[Tensor, "T heads D"]:
@@ -40,6 +48,16 @@ def rotary(
     first, second = at_least_float32(x).chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1).to(first.dtype), sin.unsqueeze(1).to(first.dtype)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotary_at(
+    x: Float[Tensor, "T heads D"],
+    positions: Int[Tensor, "T"],
+    cos: Float[Tensor, "positions half"],
+    sin: Float[Tensor, "positions half"],
+) -> Float[Tensor, "T heads D"]:
+    """:func:`rotary` by tables that hold every position's cosines and sines."""
+    return rotary(x, cos[positions.long()], sin[positions.long()])
 
 
 def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
