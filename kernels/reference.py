@@ -66,6 +66,36 @@ def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def write_kv(
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    k_cache: Float[Tensor, "blocks B Hkv D"],
+    v_cache: Float[Tensor, "blocks B Hkv D"],
+    slot_mapping: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "blocks B Hkv D"], Float[Tensor, "blocks B Hkv D"]]:
+    """New caches, with each token's keys and values at its slot, ``block · B + place``; a slot below 0 is none."""
+    written = slot_mapping >= 0
+    slots = slot_mapping[written].long()
+    places = (slots // k_cache.shape[1], slots % k_cache.shape[1])
+    return k_cache.index_put(places, key[written]), v_cache.index_put(places, value[written])
+
+
+def turn_and_write_kv(
+    query: Float[Tensor, "T Hq D"],
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    positions: Int[Tensor, "T"],
+    cos: Float[Tensor, "positions half"],
+    sin: Float[Tensor, "positions half"],
+    k_cache: Float[Tensor, "blocks B Hkv D"],
+    v_cache: Float[Tensor, "blocks B Hkv D"],
+    slot_mapping: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "T Hq D"], Float[Tensor, "blocks B Hkv D"], Float[Tensor, "blocks B Hkv D"]]:
+    """Turned queries, and new caches with turned keys and values: :func:`rotary_at`, then :func:`write_kv`."""
+    turned = rotary_at(key, positions, cos, sin)
+    return rotary_at(query, positions, cos, sin), *write_kv(turned, value, k_cache, v_cache, slot_mapping)
+
+
 def paged_attention(
     query: Float[Tensor, "T Hq D"],
     k_cache: Float[Tensor, "blocks B Hkv D"],

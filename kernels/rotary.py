@@ -8,7 +8,7 @@ which all heads share::
 
 Bound by memory: each number is read and written once, and the
 tables' rows come from the cache after a token's first program.
-:func:`rotate` is also what :mod:`refimpl.kernels.kv_blocks` turns queries and keys by on their way.
+:func:`rotate` is also what :mod:`refimpl.kernels.kv_write` turns queries and keys by on their way.
 Source: Su et al. 2021, "RoFormer"; the layout of halves is that of GPT-NeoX and Hugging Face.
 """
 
@@ -144,13 +144,14 @@ def _case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> 
 def _compiles(capability: int) -> tuple[Compile, ...]:
     strides = ("x_token_stride", "x_head_stride", "table_stride", "turned_token_stride", "turned_head_stride")
     numbers = dict.fromkeys((*strides, "num_heads", "half"), "i32")
+    dtype = dtypes_for(capability)[0]
+    pointers = dict.fromkeys(("x", "cos", "sin", "turned"), pointer(dtype)) | {"positions": "*i64"}
     found = []
-    for dtype in (*dtypes_for(capability), torch.float32):
-        for D in (64, 80, 128, 256):
-            pointers = dict.fromkeys(("x", "cos", "sin", "turned"), pointer(dtype)) | {"positions": "*i64"}
-            tiles = {"HEADS": HEADS, "HALF": power_of_two(D // 2)}
-            odd = frozenset({"half"} if D == 80 else ())
-            found.append(Compile(rotary_kernel, pointers | numbers, tiles, NUM_WARPS, unaligned=odd, label=f"D={D} {dtype}"))
+    for D in (80, 128, 256):
+        tiles = {"HEADS": HEADS, "HALF": power_of_two(D // 2)}
+        odd = frozenset({"half"} if D == 80 else ())
+        label = f"D={D} {pointers['x'][1:]}"
+        found.append(Compile(rotary_kernel, pointers | numbers, tiles, NUM_WARPS, unaligned=odd, label=label))
     return tuple(found)
 
 

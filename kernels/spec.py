@@ -33,6 +33,11 @@ HOMES: dict[str, str] = {
     "add_rms_norm": "rms_norm",
     "rotary": "rotary",
     "silu_mul": "silu_mul",
+    "write_kv": "kv_write",
+    "turn_and_write_kv": "kv_write",
+    "copy_blocks": "kv_blocks",
+    "gather_blocks": "kv_blocks",
+    "scatter_blocks": "kv_blocks",
 }
 """The file of ``kernels/`` that each kernel stands in."""
 
