@@ -1,7 +1,8 @@
 """Compile every kernel ahead of time for every target, without a GPU: ``python -m refimpl.kernels.aot [KERNEL …]``.
 
 What is told of each: registers a thread, bytes of shared memory a program, and bytes a thread in local memory, where what
-finds no register is spilled to; from sm_80 up that should be none. The figures are those of ``cuobjdump`` on the compiled binary; both come with triton.
+finds no register is spilled to; from sm_80 up that should be none. The figures are those of ``cuobjdump`` on the compiled
+binary; both come with triton.
 ``TRITON_INTERPRET`` must not be set: a function that is made for the interpreter cannot be compiled.
 """
 

@@ -11,15 +11,17 @@ given a table of the pools' addresses, and a program reads its own from there: p
 ``ids[i]`` in pool p. A link to the host is as fast as its pieces are long, hence the staging buffer, where the blocks of all
 pools lie end to end, block by block: ``[n, pools, B · Hkv · D]``.
 
-Numbers are moved as words, the longest that block size and strides allow, whatever their dtype. Bound by memory: each byte is
-read and written once. Block ids are widened to 64 bits before they are multiplied.
+Numbers are moved as words, the longest that block size and strides allow, whatever their dtype. Bound by memory: each byte
+is read and written once. Block ids are widened to 64 bits before they are multiplied.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -176,3 +178,120 @@ class BlockPools:
 
 def _torch_word(size: int) -> torch.dtype:
     return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[size]
+
+
+# ---------------------------------------------------------------------- what is registered
+
+
+def _pools_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pools of random numbers as one tensor, their addresses, and block ids in random order, the last block first."""
+    blocks, sizes = shape["blocks"], (shape["B"], shape["Hkv"], shape["D"])
+    random = cases.generator(seed)
+    pools = cases.poisoned_pool(shape["pools"] * blocks, *sizes, dtype, device, shape.get("block_gap", 0))
+    pools = pools.unflatten(0, (-1, blocks))
+    for pool in pools:
+        pool.copy_(torch.randn(1, *sizes, generator=random).to(dtype).expand_as(pool))
+        pool.mul_(torch.arange(1, blocks + 1, device=device)[:, None, None, None])  # another factor for each block
+    ids = torch.cat((torch.tensor([blocks - 1]), torch.randperm(blocks - 1, generator=random))).int()
+    addresses = torch.tensor([pool.data_ptr() for pool in pools], device=device)
+    return pools, addresses, ids.to(device)
+
+
+def _copy_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+    pools, addresses, ids = _pools_case(shape, dtype, device, seed)
+    sources, targets = ids[: shape["n"]], ids[shape["n"] : 2 * shape["n"]]
+    if shape.get("to_last"):
+        sources, targets = targets, sources
+    pools[:, targets.long()] = math.nan
+    return Case({"pools": pools, "sources": sources, "targets": targets}, {"addresses": addresses})
+
+
+def _gather_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+    pools, addresses, ids = _pools_case(shape, dtype, device, seed)
+    n, P, sizes = shape["n"], shape["pools"], pools.shape[2:]
+    out = {"addresses": addresses, "staging": cases.poisoned(n, P, *sizes, dtype=dtype, device=device)}
+    return Case({"pools": pools, "block_ids": ids[:n]}, out)
+
+
+def _scatter_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+    pools, addresses, ids = _pools_case(shape, dtype, device, seed)
+    n, P, sizes = shape["n"], shape["pools"], pools.shape[2:]
+    staging = cases.normal(n, P, *sizes, dtype=dtype, device=device, random=cases.generator(seed + 1))
+    pools[:, ids[:n].long()] = math.nan
+    return Case({"pools": pools, "block_ids": ids[:n], "staging": staging}, {"addresses": addresses})
+
+
+def _copy(pools: Tensor, sources: Tensor, targets: Tensor, addresses: Tensor) -> Tensor:
+    BlockPools(tuple(pools), addresses).copy(sources, targets)
+    return pools
+
+
+def _gather(pools: Tensor, block_ids: Tensor, staging: Tensor, addresses: Tensor) -> Tensor:
+    BlockPools(tuple(pools), addresses).gather(block_ids, staging)
+    return staging
+
+
+def _scatter(pools: Tensor, block_ids: Tensor, staging: Tensor, addresses: Tensor) -> Tensor:
+    BlockPools(tuple(pools), addresses).scatter(block_ids, staging)
+    return pools
+
+
+def _compiles(kernel: Any, **more: bool) -> tuple[Compile, ...]:
+    signature = {"addresses": "*i64", "block_stride": "i32", "block_words": "i32"}
+    signature |= {name: "*i32" for name in ("sources", "targets", "block_ids") if name in kernel.arg_names}
+    signature |= {"staging": "*i64"} if "staging" in kernel.arg_names else {}
+    compiled = {"WORD": tl.int64, "ALIGNED": True, "CHUNK": CHUNK} | more
+    return (Compile(kernel, signature, compiled, NUM_WARPS, label="words of 8 bytes"),)
+
+
+SMALL: tuple[Shape, ...] = (
+    {"pools": 2, "blocks": 3, "B": 8, "Hkv": 1, "D": 8, "n": 0},
+    {"pools": 1, "blocks": 2, "B": 1, "Hkv": 1, "D": 1, "n": 1},
+    {"pools": 4, "blocks": 7, "B": 8, "Hkv": 3, "D": 80, "n": 2},
+    {"pools": 2, "blocks": 5, "B": 16, "Hkv": 5, "D": 64, "n": 2, "block_gap": 3},
+    {"pools": 1, "blocks": 4, "B": 2, "Hkv": 1, "D": 5, "n": 1, "block_gap": 2**30 + 1},
+    {"pools": 1, "blocks": 4, "B": 2, "Hkv": 1, "D": 5, "n": 1, "block_gap": 2**30 + 1, "to_last": 1},
+)
+SERVED: tuple[Shape, ...] = (
+    {"pools": 64, "blocks": 65, "B": 16, "Hkv": 8, "D": 128, "n": 1},
+    {"pools": 64, "blocks": 65, "B": 16, "Hkv": 8, "D": 128, "n": 32},
+    {"pools": 60, "blocks": 257, "B": 32, "Hkv": 3, "D": 64, "n": 128},
+)
+
+
+def _spec(
+    name: str, summary: str, twin: Callable[..., Any], launch: Callable[..., Any], output: str, case: Any, compiles: Any
+) -> KernelSpec:
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        axes=("pools", "blocks", "B", "Hkv", "D", "n", "block_gap", "to_last"),
+        twin=twin,
+        launch=launch,
+        outputs=(output,),
+        make_case=case,
+        small_shapes=SMALL,
+        device_shapes=SERVED,
+        tolerance=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), EXACT),
+        bytes_moved=lambda shape, dtype: (
+            2 * shape["n"] * shape["pools"] * shape["B"] * shape["Hkv"] * shape["D"] * dtype.itemsize
+        ),
+        flops=lambda shape, dtype: 0,
+        compiles=compiles,
+    )
+
+
+SPECS = (
+    _spec(
+        "copy_blocks", "blocks to blocks", reference.copy_blocks, _copy, "pools", _copy_case,
+        lambda capability: _compiles(copy_blocks_kernel),
+    ),
+    _spec(
+        "gather_blocks", "blocks to a buffer", reference.gather_blocks, _gather, "staging", _gather_case,
+        lambda capability: _compiles(stage_blocks_kernel, GATHER=True),
+    ),
+    _spec(
+        "scatter_blocks", "a buffer to blocks", reference.scatter_blocks, _scatter, "pools", _scatter_case,
+        lambda capability: _compiles(stage_blocks_kernel, GATHER=False),
+    ),
+)  # fmt: skip

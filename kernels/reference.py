@@ -96,6 +96,29 @@ def turn_and_write_kv(
     return rotary_at(query, positions, cos, sin), *write_kv(turned, value, k_cache, v_cache, slot_mapping)
 
 
+def copy_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], sources: Int[Tensor, "n"], targets: Int[Tensor, "n"]
+) -> Float[Tensor, "pools blocks B Hkv D"]:
+    """New pools, with block ``sources[i]`` of each at ``targets[i]``. Targets are distinct, and none is a source."""
+    return scatter_blocks(pools, targets, gather_blocks(pools, sources))
+
+
+def gather_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], block_ids: Int[Tensor, "n"]
+) -> Float[Tensor, "n pools B Hkv D"]:
+    """Some blocks of every pool, block by block."""
+    return pools[:, block_ids.long()].transpose(0, 1)
+
+
+def scatter_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], block_ids: Int[Tensor, "n"], staging: Float[Tensor, "n pools B Hkv D"]
+) -> Float[Tensor, "pools blocks B Hkv D"]:
+    """New pools, with ``staging[i]`` at block ``block_ids[i]`` of each; ids are distinct."""
+    new = pools.clone()
+    new[:, block_ids.long()] = staging.transpose(0, 1)
+    return new
+
+
 def paged_attention(
     query: Float[Tensor, "T Hq D"],
     k_cache: Float[Tensor, "blocks B Hkv D"],
