@@ -29,6 +29,14 @@ def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float) ->
     return normed.to(x.dtype) * weight
 
 
+def add_rms_norm(
+    x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
+    """``rms_norm(x + residual)``, and the sum, which is the residual stream after it. The sum is rounded to x's dtype."""
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
 def rotary(
     x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
 ) -> Float[Tensor, "T heads D"]:
@@ -42,10 +50,73 @@ def rotary(
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def rotary_at(
+    x: Float[Tensor, "T heads D"],
+    positions: Int[Tensor, "T"],
+    cos: Float[Tensor, "positions half"],
+    sin: Float[Tensor, "positions half"],
+) -> Float[Tensor, "T heads D"]:
+    """:func:`rotary` by tables that hold every position's cosines and sines."""
+    return rotary(x, cos[positions.long()], sin[positions.long()])
+
+
 def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     """SwiGLU's product (Shazeer 2020): the first half of the columns through SiLU, times the second half."""
     gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def write_kv(
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    k_cache: Float[Tensor, "blocks B Hkv D"],
+    v_cache: Float[Tensor, "blocks B Hkv D"],
+    slot_mapping: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "blocks B Hkv D"], Float[Tensor, "blocks B Hkv D"]]:
+    """New caches, with each token's keys and values at its slot, ``block · B + place``; a slot below 0 is none."""
+    written = slot_mapping >= 0
+    slots = slot_mapping[written].long()
+    places = (slots // k_cache.shape[1], slots % k_cache.shape[1])
+    return k_cache.index_put(places, key[written]), v_cache.index_put(places, value[written])
+
+
+def turn_and_write_kv(
+    query: Float[Tensor, "T Hq D"],
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    positions: Int[Tensor, "T"],
+    cos: Float[Tensor, "positions half"],
+    sin: Float[Tensor, "positions half"],
+    k_cache: Float[Tensor, "blocks B Hkv D"],
+    v_cache: Float[Tensor, "blocks B Hkv D"],
+    slot_mapping: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "T Hq D"], Float[Tensor, "blocks B Hkv D"], Float[Tensor, "blocks B Hkv D"]]:
+    """Turned queries, and new caches with turned keys and values: :func:`rotary_at`, then :func:`write_kv`."""
+    turned = rotary_at(key, positions, cos, sin)
+    return rotary_at(query, positions, cos, sin), *write_kv(turned, value, k_cache, v_cache, slot_mapping)
+
+
+def copy_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], sources: Int[Tensor, "n"], targets: Int[Tensor, "n"]
+) -> Float[Tensor, "pools blocks B Hkv D"]:
+    """New pools, with block ``sources[i]`` of each at ``targets[i]``. Targets are distinct, and none is a source."""
+    return scatter_blocks(pools, targets, gather_blocks(pools, sources))
+
+
+def gather_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], block_ids: Int[Tensor, "n"]
+) -> Float[Tensor, "n pools B Hkv D"]:
+    """Some blocks of every pool, block by block."""
+    return pools[:, block_ids.long()].transpose(0, 1)
+
+
+def scatter_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], block_ids: Int[Tensor, "n"], staging: Float[Tensor, "n pools B Hkv D"]
+) -> Float[Tensor, "pools blocks B Hkv D"]:
+    """New pools, with ``staging[i]`` at block ``block_ids[i]`` of each; ids are distinct."""
+    new = pools.clone()
+    new[:, block_ids.long()] = staging.transpose(0, 1)
+    return new
 
 
 def paged_attention(

@@ -28,7 +28,17 @@ Shape = Mapping[str, int]
 TARGETS = (75, 80, 89, 90, 100)
 """Compute capabilities that kernels are compiled for: T4, A100, L4, H100 and H200, B200."""
 
-HOMES: dict[str, str] = {}
+HOMES: dict[str, str] = {
+    "rms_norm": "rms_norm",
+    "add_rms_norm": "rms_norm",
+    "rotary": "rotary",
+    "silu_mul": "silu_mul",
+    "write_kv": "kv_write",
+    "turn_and_write_kv": "kv_write",
+    "copy_blocks": "kv_blocks",
+    "gather_blocks": "kv_blocks",
+    "scatter_blocks": "kv_blocks",
+}
 """The file of ``kernels/`` that each kernel stands in."""
 
 
