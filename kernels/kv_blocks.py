@@ -35,17 +35,15 @@ from refimpl.kernels.spec import EXACT, Case, Compile, KernelSpec, Shape
 WORDS: dict[int, tl.dtype] = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """The type that so many bytes are moved as."""
 CHUNK = 2048
-"""Words a program moves: 16 kB of int64, 16 loads of 16 bytes in flight for each of 64 threads."""
+"""Words a program moves: 16 kB of int64, eight loads of 16 bytes for each of 128 threads."""
 NUM_WARPS = 4
 
 
 @triton.jit
 def _pool(addresses: tl.tensor, pool: tl.tensor, WORD: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
     """Where a pool begins, as a pointer to words."""
-    address = tl.load(addresses + pool)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(WORD))
+    start = tl.load(addresses + pool).to(tl.pointer_type(WORD))
+    return tl.multiple_of(start, 16) if ALIGNED else start
 
 
 @triton.jit
