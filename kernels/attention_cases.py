@@ -53,7 +53,8 @@ def make_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
 
 def _fill(pool: Tensor, block_ids: list[int], rows: Tensor) -> None:
     """``rows [L, Hkv, D]`` into the first L slots of some blocks."""
-    for block_id, part in zip(block_ids, rows.split(pool.shape[1]), strict=True):
+    parts = rows.split(pool.shape[1]) if block_ids else ()
+    for block_id, part in zip(block_ids, parts, strict=True):
         pool[block_id, : len(part)] = part
 
 

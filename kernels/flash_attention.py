@@ -1,24 +1,25 @@
 """Prefill attention over the paged cache: many queries a sequence, the last ones of its context, causal.
 
-*FlashAttention* (Dao et al. 2022; Dao 2023, "FlashAttention-2"). The scores of a prompt of n tokens are n² numbers, which the
-standard way writes to memory and reads back three times over. Here a program takes a *tile* of M queries of one head, walks
-over the keys in tiles of N, and keeps a running softmax (:mod:`refimpl.kernels.attention_tiles`); scores never leave the
-multiprocessor::
+*FlashAttention* (Dao et al. 2022; Dao 2023, "FlashAttention-2"). The scores of a prompt of n tokens are n² numbers, which
+the standard way writes to memory and reads back three times over. Here a program takes a *tile* of M queries of one head,
+walks over the keys in tiles of N, and keeps a running softmax (:mod:`refimpl.kernels.attention_tiles`); scores never leave
+the multiprocessor::
 
     query   [T, Hq, D]  ─ tile ─►  [M, D]              stays in shared memory
     keys, values  ─ pages ─►  [N, D] each              num_stages − 1 tiles on their way while one is multiplied
     scores [M, N] ─► weights [M, N] ─► attended [M, D]  float32, in registers: M · (N + D) numbers over 4 or 8 warps
 
-*Causal, aligned to the end.* A chunk of n queries at the end of a context of L keys: query i stands at position L − n + i. The
-tile that begins at query i is walked up to its last query's key. Tiles of keys before its first query's position are seen whole
-by every row and need no comparison; the one or few on the diagonal do. Half of all products are so skipped where n = L.
+*Causal, aligned to the end.* A chunk of n queries at the end of a context of L keys: query i stands at position L − n + i.
+The tile that begins at query i is walked up to its last query's key. Tiles of keys before its first query's position are
+seen whole by every row and need no comparison; the one or few on the diagonal do. Half of all products are so skipped where
+n = L.
 
-*Variable lengths.* Programs are (tile, head): a map made once a step on the host, where the numbers of queries are known, says
-which sequence and which queries a tile is. The tiles with the longest walks come first, so that short ones fill the end. Heads
-of one group lie side by side in the grid, and find each other's keys in the L2 cache.
+*Variable lengths.* Programs are (head, tile): a map made once a step on the host, where the numbers of queries are known,
+says which sequence and which queries a tile is. The tiles with the longest walks come first, so that short ones fill the
+end. Heads of one group lie side by side in the grid, and find each other's keys in the L2 cache.
 
 *Bytes.* Queries and outputs once, ``2 · n · Hq · D`` elements; keys and values once from memory, ``2 · L · Hkv · D``, and
-``n / M`` times from L2. The standard way moves ``4 · n · L · Hq`` float32 scores more. *FLOPs*: ``4 · D · Hq`` for each pair.
+``n / M`` times from L2. The standard way moves some ``4 · n · L · Hq`` float32 scores more. *FLOPs*: ``4 · D · Hq`` a pair.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import triton.language as tl
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from refimpl.kernels import attention_cases
 from refimpl.kernels.attention_tiles import (
     LOG2_E,
     Target,
@@ -42,8 +42,7 @@ from refimpl.kernels.attention_tiles import (
     store_rows,
     target_of,
 )
-from refimpl.kernels.launch import device_of, dtypes_for, pointer
-from refimpl.kernels.spec import Compile, KernelSpec
+from refimpl.kernels.launch import device_of, power_of_two
 
 
 @triton.jit
@@ -108,18 +107,18 @@ class PrefillTiles:
 
 
 def prefill_tiles(capability: int, head_dim: int, dtype: torch.dtype) -> PrefillTiles:
-    """The cut for a device, by arithmetic, not by measurement.
+    """The cut for a device, by arithmetic and by what the compiler finds registers for, not yet by measurement.
 
-    On an H200, 128 queries and a stage of 128 keys and values of 128 16-bit numbers are 32 + 64 KiB of shared memory; the
-    scores and what is attended, 128 · (128 + 128) float32 in registers, take 8 warps.
+    On an H200, 128 queries and two stages of 128 keys and values of 128 16-bit numbers are 32 + 2 · 64 KiB of shared memory;
+    the scores and what is attended, 128 · (128 + 128) float32, are 128 registers of each of 256 threads.
     """
     if dtype == torch.float32:  # vector arithmetic
-        return PrefillTiles(32, 16 if head_dim > 128 else 32, 4, 2)
+        return PrefillTiles(32, 16, 8, 2)
     if head_dim > 128:
-        return PrefillTiles(128, 64, 8, 2) if capability >= 90 else PrefillTiles(64, 32, 4, 2)
+        return PrefillTiles(128 if capability >= 90 else 64, 32, 8, 2)
     if capability >= 90:
         return PrefillTiles(128, 128, 8, 3)
-    return PrefillTiles(128, 64, 8, 2 if capability in (86, 89) else 3)
+    return PrefillTiles(128, 64 if head_dim <= 64 else 32, 8, 2 if capability in (86, 89) else 3)
 
 
 def cut_queries(query_lens: list[int], context_lens: list[int], serve_above: int, tile_m: int) -> list[tuple[int, int]]:
@@ -194,84 +193,9 @@ def flash_attention(
             HEAD_DIM=D,
             TILE_M=tiles.tile_m,
             TILE_N=tiles.tile_n,
-            TILE_D=triton.next_power_of_2(D),
+            TILE_D=power_of_two(D),
             OPERAND=operand(query.dtype),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
     return out
-
-
-# ---------------------------------------------------------------------- what is registered
-
-
-def _launch(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    softmax_scale: float,
-    max_seqlen_q: int,
-    out: Tensor,
-) -> Tensor:
-    plan = plan_prefill(
-        query.shape[2], query.dtype, cu_seqlens_q.diff().tolist(), seqused_k.tolist(), query.device, serve_above=0
-    )
-    return flash_attention(query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, softmax_scale, plan, out)
-
-
-def _compiles(capability: int) -> tuple[Compile, ...]:
-    if capability < 80:
-        return ()
-    shapes = [(128, 32, 8), *{80: [(80, 32, 32)], 90: [(64, 9, 3), (256, 8, 4)]}.get(capability, [])]
-    return tuple(_compile(capability, dtypes_for(capability)[0], *shape) for shape in shapes)
-
-
-def _compile(capability: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int) -> Compile:
-    tiles = prefill_tiles(capability, D, dtype)
-    signature = (
-        dict.fromkeys(("out", "query", "k_cache", "v_cache"), pointer(dtype))
-        | dict.fromkeys(("block_table", "cu_seqlens_q", "seqused_k", "tiles"), "*i32")
-        | {"scale_log2": "fp32"}
-        | dict.fromkeys(("token_stride", "query_head_stride", "table_stride", "block_stride", "slot_stride"), "i32")
-        | {"head_stride": "i32"}
-    )
-    sizes = {
-        "HEADS": Hq, "GROUP": Hq // Hkv, "BLOCK_SIZE": 16, "HEAD_DIM": D, "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n,
-        "TILE_D": triton.next_power_of_2(D), "OPERAND": operand(dtype),
-    }  # fmt: skip
-    label = f"{dtype} D={D} {Hq}/{Hkv}"
-    return Compile(prefill_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
-
-
-SPECS = (
-    KernelSpec(
-        name="flash_attention",
-        summary="attention of many queries a sequence, the last of its context, over its pages",
-        axes=attention_cases.AXES,
-        twin=attention_cases.twin,
-        launch=_launch,
-        outputs=("out",),
-        make_case=attention_cases.make_case,
-        small_shapes=(
-            {"S": 6, "n": 9, "L": 40, "Hq": 4, "Hkv": 2, "D": 64, "B": 8, "ragged": 1},
-            {"S": 1, "n": 16, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},
-            {"S": 1, "n": 130, "L": 200, "Hq": 2, "Hkv": 1, "D": 80, "B": 32},
-            {"S": 1, "n": 40, "L": 40, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
-            {"S": 1, "n": 2, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
-            {"S": 1, "n": 33, "L": 33, "Hq": 2, "Hkv": 1, "D": 256, "B": 16},
-        ),
-        device_shapes=tuple(
-            {"S": S, "n": n, "L": L, "Hq": Hq, "Hkv": Hkv, "D": 128, "B": 16}
-            for Hq, Hkv in ((32, 8), (8, 1))
-            for S, n, L in ((1, 4096, 4096), (16, 1024, 1024), (1, 2048, 16384))
-        ),
-        tolerance=attention_cases.TOLERANCES,
-        bytes_moved=attention_cases.bytes_moved,
-        flops=attention_cases.flops,
-        compiles=_compiles,
-        not_on={75: "Triton has no tensor-core products for it; torch's attention on gathered pages serves prefills there"},
-    ),
-)

@@ -19,8 +19,8 @@ second kernel does that for all splits of a sequence; a sequence of one split is
 *Bytes*: ``2 · L · Hkv · D`` elements a sequence of K and V; queries and outputs beside it are ``2 · n · Hq · D``; each split
 beyond the first writes and reads ``4 · n · Hq · (D + 1)`` bytes.
 
-*T4 (sm_75)*: Triton has no tensor-core products for it. There the products are vector arithmetic in float32
-(``VECTOR``), with as many rows as there are, not 16.
+*T4 (sm_75)*: Triton has no tensor-core products for it. There, and for float32, products are vector arithmetic in float32,
+with up to 4 rows a program, not 16 (``VECTOR``).
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refimpl.kernels import attention_cases
 from refimpl.kernels.attention_tiles import LOG2_E, Target, attend, check_inputs, load_rows, operand, store_rows, target_of
-from refimpl.kernels.launch import dtypes_for, pointer
-from refimpl.kernels.spec import Compile, KernelSpec
-from refimpl.kernels.split_plan import FEWEST, MANY, WAVES, SplitPlan, plan_kernel, plan_splits
+from refimpl.kernels.launch import device_of, power_of_two
+from refimpl.kernels.split_plan import SplitPlan, plan_splits
 
 MAX_QUERIES = 16
 """Queries a sequence that this kernel serves; more are a prefill (:mod:`refimpl.kernels.flash_attention`)."""
@@ -164,15 +162,13 @@ def decode_tiles(capability: int, head_dim: int, rows: int, dtype: torch.dtype) 
     """The cut for ``rows`` = queries · G rows a key/value head.
 
     By arithmetic, not by measurement. Of n stages, n − 1 tiles are under way while one is computed: 64 keys of 128 numbers
-    in 16 bits, K and V, are 32 KiB, so a program of 3 stages has 64 KiB under way, and takes 71 KiB of shared memory. An H200
+    in 16 bits, K and V, are 32 KiB, so a program of 3 stages has 64 KiB under way, and 71 KiB of shared memory. An H200
     (227 KiB a multiprocessor) needs some 35 KiB under way to hide a microsecond of latency.
     """
-    if capability < 80:
-        return DecodeTiles(min(4, triton.next_power_of_2(rows)), 16, 4, 1, 4, vector=True)
+    if capability < 80 or dtype == torch.float32:
+        return DecodeTiles(min(4, power_of_two(rows)), 16, 4, 1, 4, vector=True)
     tile_n = 64 if head_dim <= 128 else 32
-    if dtype == torch.float32:  # products of float32 are vector arithmetic, tile by tile
-        return DecodeTiles(16, tile_n // 2, 4, 2, 1)
-    tile_m = min(64 if head_dim <= 128 else 32, max(16, triton.next_power_of_2(rows)))
+    tile_m = min(64 if head_dim <= 128 else 32, max(16, power_of_two(rows)))
     if capability in (86, 89):  # 100 KiB of shared memory
         return DecodeTiles(tile_m, tile_n, 4, 2, 2)
     return DecodeTiles(tile_m, tile_n, 4, 3, 2 if capability == 80 else 3)
@@ -231,121 +227,35 @@ def paged_attention(
     num_items, device = len(plan.items), query.device
     split_out = torch.empty(num_items, Hq, plan.max_queries, D, dtype=torch.float32, device=device)
     split_lse = torch.empty(num_items, Hq, plan.max_queries, dtype=torch.float32, device=device)
-    sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": triton.next_power_of_2(D)}
-    decode_kernel[(num_items, Hkv, -(-rows // tiles.tile_m))](
-        out,
-        split_out,
-        split_lse,
-        query,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_seqlens_q,
-        seqused_k,
-        plan.items,
-        softmax_scale * LOG2_E,
-        *query.stride()[:2],
-        block_table.stride(0),
-        *k_cache.stride()[:3],
-        GROUP=Hq // Hkv,
-        BLOCK_SIZE=k_cache.shape[1],
-        TILE_M=tiles.tile_m,
-        TILE_N=tiles.tile_n,
-        OPERAND=operand(query.dtype, tiles.vector),
-        VECTOR=tiles.vector,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **sizes,
-    )
-    merge_kernel[(len(plan.splits) * plan.max_queries, Hq)](
-        out, split_out, split_lse, cu_seqlens_q, plan.splits, AT_ONCE=SPLITS_AT_ONCE, num_warps=4, **sizes
-    )
+    sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": power_of_two(D)}
+    grid = (num_items, Hkv, -(-rows // tiles.tile_m))
+    with device_of(query):
+        decode_kernel[grid](
+            out,
+            split_out,
+            split_lse,
+            query,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            seqused_k,
+            plan.items,
+            softmax_scale * LOG2_E,
+            *query.stride()[:2],
+            block_table.stride(0),
+            *k_cache.stride()[:3],
+            GROUP=Hq // Hkv,
+            BLOCK_SIZE=k_cache.shape[1],
+            TILE_M=tiles.tile_m,
+            TILE_N=tiles.tile_n,
+            OPERAND=operand(query.dtype, tiles.vector),
+            VECTOR=tiles.vector,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            **sizes,
+        )
+        merge_kernel[(len(plan.splits) * plan.max_queries, Hq)](
+            out, split_out, split_lse, cu_seqlens_q, plan.splits, AT_ONCE=SPLITS_AT_ONCE, num_warps=4, **sizes
+        )
     return out
-
-
-# ---------------------------------------------------------------------- what is registered
-
-
-def _launch(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    softmax_scale: float,
-    max_seqlen_q: int,
-    out: Tensor,
-) -> Tensor:
-    Hq, D = query.shape[1:]
-    B, Hkv = k_cache.shape[1:3]
-    plan = plan_decode(Hq, Hkv, D, query.dtype, cu_seqlens_q, seqused_k, max_seqlen_q, block_table.shape[1] * B)
-    return paged_attention(query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, softmax_scale, plan, out)
-
-
-def _compiles(capability: int) -> tuple[Compile, ...]:
-    [dtype, *_] = dtypes_for(capability)
-    plan = Compile(
-        plan_kernel,
-        dict.fromkeys(("items", "splits", "cu_seqlens_q", "seqused_k"), "*i32")
-        | dict.fromkeys(("num_sequences", "num_items", "one_wave"), "i32"),
-        {
-            "MAX_QUERIES": 1, "TILE_N": 64, "FEWEST": FEWEST, "MANY": MANY, "WAVES": WAVES, "SEQUENCES": 256, "CHUNK": 32,
-        },
-        unaligned=frozenset({"num_sequences", "num_items", "one_wave"}),
-    )  # fmt: skip
-    found = [plan]
-    shapes = [(128, 32, 8, 1), *{80: [(80, 32, 32, 1)], 90: [(128, 8, 1, 16), (256, 8, 4, 1)]}.get(capability, [])]
-    found += [_compile_decode(capability, dtype, *shape) for shape in shapes]
-    sizes = {"HEADS": 32, "MAX_QUERIES": 1, "HEAD_DIM": 128, "TILE_D": 128, "AT_ONCE": SPLITS_AT_ONCE}
-    merged = {"out": pointer(dtype)} | dict.fromkeys(("split_out", "split_lse"), "*fp32")
-    return (*found, Compile(merge_kernel, merged | dict.fromkeys(("cu_seqlens_q", "splits"), "*i32"), sizes))
-
-
-def _compile_decode(capability: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, queries: int) -> Compile:
-    tiles = decode_tiles(capability, D, queries * Hq // Hkv, dtype)
-    signature = (
-        dict.fromkeys(("out", "query", "k_cache", "v_cache"), pointer(dtype))
-        | dict.fromkeys(("split_out", "split_lse"), "*fp32")
-        | dict.fromkeys(("block_table", "cu_seqlens_q", "seqused_k", "items"), "*i32")
-        | {"scale_log2": "fp32"}
-        | dict.fromkeys(("token_stride", "query_head_stride", "table_stride", "block_stride", "slot_stride"), "i32")
-        | {"head_stride": "i32"}
-    )
-    sizes = {
-        "HEADS": Hq, "GROUP": Hq // Hkv, "MAX_QUERIES": queries, "BLOCK_SIZE": 16, "HEAD_DIM": D,
-        "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": triton.next_power_of_2(D),
-        "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector,
-    }  # fmt: skip
-    label = f"{dtype} D={D} {Hq}/{Hkv} n={queries}"
-    return Compile(decode_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
-
-
-SPECS = (
-    KernelSpec(
-        name="paged_attention",
-        summary="attention of up to 16 queries a sequence over its pages",
-        axes=attention_cases.AXES,
-        twin=attention_cases.twin,
-        launch=_launch,
-        outputs=("out",),
-        make_case=attention_cases.make_case,
-        small_shapes=(
-            {"S": 6, "n": 1, "L": 70, "Hq": 4, "Hkv": 2, "D": 64, "B": 8, "ragged": 1},
-            {"S": 1, "n": 16, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},
-            {"S": 1, "n": 3, "L": 300, "Hq": 7, "Hkv": 1, "D": 80, "B": 32},
-            {"S": 2, "n": 1, "L": 140, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
-            {"S": 1, "n": 1, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
-            {"S": 1, "n": 2, "L": 33, "Hq": 4, "Hkv": 2, "D": 256, "B": 16},
-        ),
-        device_shapes=tuple(
-            {"S": S, "n": n, "L": L, "Hq": Hq, "Hkv": Hkv, "D": 128, "B": 16}
-            for Hq, Hkv in ((32, 8), (8, 1))
-            for S, n, L in ((1, 1, 1024), (1, 1, 16384), (8, 1, 4096), (64, 1, 1024), (64, 1, 4096), (64, 5, 1024))
-        ),
-        tolerance=attention_cases.TOLERANCES,
-        bytes_moved=attention_cases.bytes_moved,
-        flops=attention_cases.flops,
-        compiles=_compiles,
-    ),
-)

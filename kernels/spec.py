@@ -38,6 +38,8 @@ HOMES: dict[str, str] = {
     "copy_blocks": "kv_blocks",
     "gather_blocks": "kv_blocks",
     "scatter_blocks": "kv_blocks",
+    "paged_attention": "attention_specs",
+    "flash_attention": "attention_specs",
 }
 """The file of ``kernels/`` that each kernel stands in."""
 

@@ -28,6 +28,8 @@ import triton.language as tl
 from jaxtyping import Int32
 from torch import Tensor
 
+from refimpl.kernels.launch import device_of, power_of_two
+
 FEWEST = 2
 MANY = 16
 WAVES = 4
@@ -127,20 +129,21 @@ def plan_splits(
     num_items = count_items(S, max_seqlen_k, tile_n, one_wave)
     items = torch.empty(num_items, ITEM, dtype=torch.int32, device=device)
     splits = torch.empty(S, 2, dtype=torch.int32, device=device)
-    plan_kernel[(S,)](
-        items,
-        splits,
-        cu_seqlens_q,
-        seqused_k,
-        S,
-        num_items,
-        one_wave,
-        MAX_QUERIES=max_queries,
-        TILE_N=tile_n,
-        FEWEST=FEWEST,
-        MANY=MANY,
-        WAVES=WAVES,
-        SEQUENCES=max(16, triton.next_power_of_2(S)),
-        CHUNK=32,
-    )
+    with device_of(seqused_k):
+        plan_kernel[(S,)](
+            items,
+            splits,
+            cu_seqlens_q,
+            seqused_k,
+            S,
+            num_items,
+            one_wave,
+            MAX_QUERIES=max_queries,
+            TILE_N=tile_n,
+            FEWEST=FEWEST,
+            MANY=MANY,
+            WAVES=WAVES,
+            SEQUENCES=max(16, power_of_two(S)),
+            CHUNK=32,
+        )
     return SplitPlan(items, splits, max_queries)
