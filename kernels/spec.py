@@ -38,6 +38,7 @@ HOMES: dict[str, str] = {
     "copy_blocks": "kv_blocks",
     "gather_blocks": "kv_blocks",
     "scatter_blocks": "kv_blocks",
+    "sample": "sampling_spec",
     "paged_attention": "attention_specs",
     "flash_attention": "attention_specs",
 }
@@ -82,6 +83,8 @@ class Compile:
     """Arguments that are not known to be multiples of 16; pointers and integers are, unless they are named here."""
     label: str = ""
     """Tells apart several compilations of one kernel."""
+    fp_fusion: bool = True
+    """Whether ``a · b + c`` may be one instruction, which rounds once."""
     may_spill: bool = False
     """Whether local memory may be used, which from sm_80 up no kernel should."""
 
@@ -117,8 +120,8 @@ class KernelSpec:
     not_on: Mapping[int, str] = field(default_factory=dict)
     """Targets that the kernel is not for, and why, and what is done there instead."""
     complain: Callable[[Case, dict[str, Tensor], dict[str, Tensor]], list[str]] | None = None
-    """For integer outputs that rounding may change: what is wrong with (case, got, oracle's outputs); an empty list is
-    well. Without it integers must be equal."""
+    """In place of a comparison by ``tolerance``: what is wrong with (case, got, oracle's outputs); nothing, if the list is
+    empty. For outputs where a rounding may change more than last digits. Without it integers must be equal."""
 
     def named(self, outputs: Any) -> dict[str, Tensor]:
         """The outputs of ``twin`` or ``launch`` by name."""
