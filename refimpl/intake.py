@@ -151,6 +151,7 @@ class Intake:
             )
             for index in range(params.n)
         ]
+        request.metrics.token_times = [sequence.token_times for sequence in request.sequences]
         for sequence in request.sequences[1:]:
             sequence.leader = request.sequences[0]
         return request

@@ -66,6 +66,16 @@ class StepPlan:
         if computed == len(sequence.token_ids) + sequence.num_tokens_in_flight:
             sequence.num_tokens_in_flight += 1
 
+    def decode(self, sequence: Sequence) -> None:
+        """Give a row to a sequence of which nothing else is to be planned (``Sequence.quiet_until``): most rows, by far."""
+        assert sequence.slot is not None
+        self.sequence_ids.append(sequence.sequence_id)
+        self.slots.append(sequence.slot)
+        self.num_new_tokens.append(1)
+        self.budget -= 1
+        sequence.num_computed_tokens += 1
+        sequence.num_tokens_in_flight += 1
+
     def admit(self, sequence: Sequence, shared_blocks: tuple[int, ...] = ()) -> None:
         """Tell the executor all that it must know of a sequence that takes a slot.
 

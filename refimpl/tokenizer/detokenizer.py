@@ -51,8 +51,11 @@ class ByteLevelDetokenizer:
     Held back are the bytes, three at most, of a character that is not complete.
     """
 
+    __slots__ = ("_bytes_of", "_pending", "_skipped", "_whole")
+
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], prompt: Sequence[int]) -> None:
         self._bytes_of = tokenizer.token_bytes
+        self._whole = tokenizer.whole_text
         self._skipped = skipped
         self._pending = b""
         tail = b""
@@ -64,7 +67,11 @@ class ByteLevelDetokenizer:
 
     def append(self, token_id: int) -> str:
         """Take the next token; the characters that are complete with it."""
-        return "" if token_id in self._skipped else self._decode(self._bytes_of(token_id))
+        if token_id in self._skipped:
+            return ""
+        if not self._pending and (text := self._whole(token_id)) is not None:
+            return text  # nearly always
+        return self._decode(self._bytes_of(token_id))
 
     def finish(self) -> str:
         """U+FFFD for a character that never became complete."""

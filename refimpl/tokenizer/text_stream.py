@@ -17,6 +17,8 @@ class TextStream:
     text alone.
     """
 
+    __slots__ = ("_detokenizer", "_finder", "_finished", "_min_tokens", "_new", "_num_tokens")
+
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self._detokenizer = make_detokenizer(tokenizer, params.skip_special_tokens, prompt)
         self._finder = StopFinder(params.stop, params.include_stop_str_in_output) if params.stop else None
@@ -38,6 +40,14 @@ class TextStream:
             if self._finder is not None:
                 self._new.append(self._finder.finish())
         return self._finder.found if self._finder is not None else None
+
+    def read(self, token_ids: list[int]) -> str:
+        """Take the next tokens; the text that was said since the last call of this or of :meth:`take`."""
+        if len(token_ids) == 1 and self._finder is None and not self._new:
+            return self._detokenizer.append(token_ids[0])  # most of a batch, at every step
+        for token_id in token_ids:
+            self.append(token_id)
+        return self.take()
 
     def take(self) -> str:
         """The text that was said since the last call."""

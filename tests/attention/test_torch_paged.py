@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from asserts import assert_close, assert_same
@@ -218,18 +219,19 @@ def test_any_step(lens, heads, D, B, filling, seed):
 @given(st.lists(st.integers(1, 3000).flatmap(lambda c: st.tuples(st.integers(1, c), st.just(c))), min_size=1, max_size=20))
 def test_tiles_cover_every_query_once(lens):
     tiles = cut_tiles([n for n, _ in lens], [context for _, context in lens])
-    covered = sorted(t for tile in tiles for t in range(tile.first_token, tile.first_token + tile.num_queries))
+    spans = zip(tiles.first_tokens.tolist(), tiles.num_queries.tolist(), strict=True)
+    covered = [token for start, count in spans for token in range(start, start + count)]
     assert covered == list(range(sum(n for n, _ in lens)))
     first_token = 0
     for s, (n, context) in enumerate(lens):
-        own = [tile for tile in tiles if tile.sequence == s]
+        own = tiles[tiles.sequences == s]
         # A tile's last query is its first token's distance from the sequence's end, so it sees exactly up to itself.
-        for tile in own:
-            last = tile.first_token + tile.num_queries
-            assert tile.context == context - (first_token + n - last)
+        ends = own.first_tokens + own.num_queries
+        assert (own.contexts == context - (first_token + n - ends)).all()
         first_token += n
     groups = group_tiles(tiles)
-    assert sorted(map(id, (tile for group in groups for tile in group))) == sorted(map(id, tiles))
+    assert sorted(token for group in groups for token in group.first_tokens) == tiles.first_tokens.tolist()
     for group in groups:
-        assert len({tile.num_queries for tile in group}) == 1
-        assert max(t.context for t in group) <= 2 * min(t.context for t in group)
+        assert (group.first_tokens == np.sort(group.first_tokens)).all()
+        assert len(set(group.num_queries)) == 1
+        assert group.contexts.max() <= 2 * group.contexts.min()

@@ -22,9 +22,10 @@ class Text:
 
 
 def run(text, depth=0, num_blocks=100, stop_at=None, **request):
+    """A request with a stop string, of which ``text`` says whether it is there."""
     scheduler = make_scheduler(num_blocks=num_blocks, max_model_len=400, eos=(2,))
     scheduler._text = text
-    made = make_request(0, 5, **request)
+    made = make_request(0, 5, stop=["END"], **request)
     scheduler.add(made)
     outputs = run_all(scheduler, depth, stop_at=stop_at)
     assert scheduler.kv.num_free_blocks == num_blocks
