@@ -64,10 +64,10 @@ class Group:
     """(tile, position) of gathered slots beyond their tile's context: whatever lies there, even NaN, must not be read."""
 
 
-def cut_tiles(query_lens: list[int], seqused_k: list[int], whole_prompts: bool = False) -> list[Tile]:
+def cut_tiles(query_lens: list[int], context_lens: list[int], whole_prompts: bool = False) -> list[Tile]:
     """The tiles of a step's sequences. ``whole_prompts``: sequences that begin in this step are one tile each."""
     tiles, first_token = [], 0
-    for sequence, (queries, context) in enumerate(zip(query_lens, seqused_k, strict=True)):
+    for sequence, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         most = queries if whole_prompts and queries == context else QUERIES_PER_TILE
         for start in range(0, queries, most or 1):
             count = min(most, queries - start)
@@ -126,7 +126,7 @@ class TorchPagedStep:
         self._scale = softmax_scale
         self._scratch = scratch
         whole_prompts = metadata.block_table.device.type == "cpu"
-        tiles = cut_tiles(metadata.query_lens, metadata.seqused_k, whole_prompts)
+        tiles = cut_tiles(metadata.query_lens, metadata.context_lens, whole_prompts)
         self._groups = [make_group(group, metadata) for group in group_tiles(tiles)]
         self._masks: list[Tensor | None] | None = None
 

@@ -105,9 +105,9 @@ class InputBatch:
         return StepInputs(
             input_ids=self.token_ids[token_slots, positions],
             positions=positions,
-            attention=AttentionMetadata(
+            attention=AttentionMetadata.of(
                 query_lens=counts.tolist(),
-                seqused_k=contexts.tolist(),
+                context_lens=contexts.tolist(),
                 block_size=self.block_size,
                 block_table=self.block_table[self._to_device(slots), : -(-int(contexts.max()) // self.block_size)],
                 slot_mapping=self._slot_mapping(token_slots, positions),

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from refimpl.attention import choose_backend
+from refimpl.attention import Setting, backend_choice, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
@@ -55,7 +55,9 @@ class LocalExecutor:
         try:
             model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
             max_num_seqs, max_num_batched_tokens = args.step_limits()
-            backend = choose_backend(args.attention_backend, checkpoint.config.head_dim)
+            setting = Setting(checkpoint.config.head_dim, self.device, self.dtype, args.block_size)
+            backend = choose_backend(args.attention_backend, setting)
+            log.info("attention: %s (%s)", *backend_choice(args.attention_backend, setting))
             available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
             self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
             self.num_blocks = memory.num_blocks(args.cache_config(), checkpoint.config, self.dtype.itemsize, available)
@@ -180,7 +182,7 @@ class LocalExecutor:
                 self.device,
                 SamplingSlots(1, config.vocab_size, self.device),
             ),
-            choose_backend(args.attention_backend, config.head_dim),
+            choose_backend(args.attention_backend, Setting(config.head_dim, self.device, self.dtype, args.block_size)),
         )
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
