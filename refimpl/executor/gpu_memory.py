@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from refimpl.attention import choose_backend
+from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import EngineArgs
 from refimpl.executor.input_batch import InputBatch
@@ -60,5 +60,5 @@ def _runner(
         model,
         KVCache(config, num_blocks, args.block_size, dtype, device),
         InputBatch(num_seqs, length, args.block_size, device, SamplingSlots(num_seqs, config.vocab_size, device)),
-        choose_backend(args.attention_backend, config.head_dim),
+        choose_backend(args.attention_backend, Setting(config.head_dim, device, dtype, args.block_size)),
     )

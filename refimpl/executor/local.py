@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from refimpl.attention import choose_backend
+from refimpl.attention import Setting, backend_choice, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
@@ -56,8 +56,11 @@ class LocalExecutor:
         try:
             model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
             max_num_seqs, max_num_batched_tokens = args.step_limits()
-            backend = choose_backend(args.attention_backend, checkpoint.config.head_dim)
-            in_graphs = self.device.type == "cuda" and not args.enforce_eager and backend.decodes_on_device
+            setting = Setting(checkpoint.config.head_dim, self.device, self.dtype, args.block_size)
+            backend = choose_backend(args.attention_backend, setting)
+            log.info("attention: %s (%s)", *backend_choice(args.attention_backend, setting))
+            on_device = getattr(backend, "decodes_on_device", False)  # a backend of the user's need not know of it
+            in_graphs = self.device.type == "cuda" and on_device and not args.enforce_eager
             self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
             available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
             self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)

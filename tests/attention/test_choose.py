@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refimpl import LLM, EngineArgs, SamplingParams
-from refimpl.attention import AttentionBackend, AttentionMetadata, TorchPagedAttention, choose_backend
+from refimpl.attention import AttentionBackend, AttentionMetadata, Setting, TorchPagedAttention, choose_backend
 from refimpl.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -41,7 +41,7 @@ def test_an_object_computes_every_layer_of_every_step():
     "wrong", ["flash", "", None, 3, Own, object(), type("Unnamed", (), {"begin_step": print})(), torch.zeros(2), ["torch"]]
 )
 def test_what_is_no_backend_is_refused_at_construction(wrong):
-    said = r"attention_backend is .*; it must be one of auto, torch, or an object \(not a class\) with a name and begin_step"
+    said = r"attention_backend is .*; it must be one of auto, torch, triton, flash_attn, or an object \(not a class\) with "
     with pytest.raises(ConfigError, match=said):
         EngineArgs(model="tiny", attention_backend=wrong)
 
@@ -86,5 +86,5 @@ def test_a_wrong_answer_ends_the_request_with_a_sentence_and_the_engine_goes_on(
 
 
 def test_names_choose_the_backend_of_refimpl():
-    assert {choose_backend(name, 16).name for name in ("auto", "torch")} == {"torch"}
-    assert choose_backend(Own(), 16).name == "own"
+    assert {choose_backend(name, Setting(16)).name for name in ("auto", "torch")} == {"torch"}
+    assert choose_backend(Own(), Setting(16)).name == "own"
