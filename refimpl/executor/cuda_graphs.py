@@ -42,15 +42,15 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sizes[: bisect.bisect_left(sizes, max_num_seqs) + 1]
 
 
-class DecodeGraphs:
-    """The recordings, and the places that they read from and write to.
+class DecodeStep:
+    """A decode of any sequences, worked out on the device from slots and contexts that lie at a fixed place.
 
     Args:
-        model: whose forward pass is recorded.
-        kv_cache: its tensors' addresses are part of the recording.
-        input_batch: likewise.
+        model: whose forward pass it is.
+        kv_cache: its tensors' addresses are part of a recording, as are the input batch's.
+        input_batch: the running sequences by slot.
         backend: must work out a step of decodes on the device (``seqused_k`` and ``block_table`` change under it).
-        sizes: of the graphs, in rows, rising.
+        most_rows: the most sequences.
 
     """
 
@@ -60,14 +60,49 @@ class DecodeGraphs:
         kv_cache: KVCache,
         input_batch: InputBatch,
         backend: AttentionBackend,
-        sizes: list[int],
+        most_rows: int,
     ) -> None:
         self._model, self._kv_cache, self._input_batch, self._backend = model, kv_cache, input_batch, backend
+        device = self.device = input_batch.device
+        self._rows = torch.zeros(2, most_rows, dtype=torch.int64, device=device)  # slots; contexts
+        self._staged = np.zeros((2, most_rows), dtype=np.int64)
+        self._cu_seqlens_q = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
+
+    def write(self, slots: np.ndarray, contexts: np.ndarray) -> None:
+        """Say which sequences are decoded, and their lengths with the token that is computed. Other rows are empty."""
+        count = len(slots)
+        self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
+        # From memory that is not pinned: torch has read it when this returns, so it can be written for the next step.
+        self._rows.copy_(torch.from_numpy(self._staged), non_blocking=True)
+
+    def forward(self, size: int) -> Float[Tensor, "size H"]:
+        """Hidden states of the last tokens of the first ``size`` rows; those of empty rows mean nothing."""
+        batch, B = self._input_batch, self._input_batch.block_size
+        slots, contexts = self._rows[0, :size], self._rows[1, :size]
+        positions = (contexts - 1).clamp(min=0)
+        block_table = batch.block_table[slots]
+        block_ids = block_table.gather(1, (positions // B).unsqueeze(1)).squeeze(1).long()
+        attention = AttentionMetadata(
+            query_lens=[1] * size,
+            context_lens=[batch.token_ids.shape[1]] * size,  # the longest that may come
+            block_size=B,
+            block_table=block_table,
+            slot_mapping=torch.where(contexts > 0, block_ids * B + positions % B, -1),
+            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
+            seqused_k=contexts.int(),
+        )
+        hidden: Tensor = self._model(
+            batch.token_ids[slots, positions], positions, self._kv_cache.layers, self._backend.begin_step(attention)
+        )
+        return hidden
+
+
+class DecodeGraphs:
+    """Recordings of one decode step for each of ``sizes``, which rise."""
+
+    def __init__(self, step: DecodeStep, sizes: list[int]) -> None:
+        self._step = step
         self.sizes = sizes
-        device = input_batch.device
-        self._rows = torch.zeros(2, sizes[-1], dtype=torch.int64, device=device)  # slots; contexts
-        self._staged = np.zeros((2, sizes[-1]), dtype=np.int64)
-        self._cu_seqlens_q = torch.arange(sizes[-1] + 1, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         for size in reversed(sizes):
@@ -79,14 +114,10 @@ class DecodeGraphs:
 
     def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
         """Hidden states of the rows' last tokens. They are overwritten by the next replay of this size."""
-        count = len(slots)
-        size = self.sizes[bisect.bisect_left(self.sizes, count)]
-        self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
-        # From memory that is not pinned: torch has read it when this returns, so it can be written for the next step.
-        self._rows.copy_(torch.from_numpy(self._staged), non_blocking=True)
-        graph, hidden = self._graphs[size]
+        self._step.write(slots, contexts)
+        graph, hidden = self._graphs[self.sizes[bisect.bisect_left(self.sizes, len(slots))]]
         graph.replay()
-        return hidden[:count]
+        return hidden[: len(slots)]
 
     def release(self) -> None:
         """Give the memory back that lies between the kernels."""
@@ -96,34 +127,12 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> None:
         # Before it is recorded a kernel must be compiled and a library's workspace taken, which a recording cannot hold.
-        stream = torch.cuda.Stream(self._input_batch.device)
-        stream.wait_stream(torch.cuda.current_stream(self._input_batch.device))
-        with torch.cuda.stream(stream):
-            self._forward(size)
-        torch.cuda.current_stream(self._input_batch.device).wait_stream(stream)
+        current, beside = torch.cuda.current_stream(self._step.device), torch.cuda.Stream(self._step.device)
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            self._step.forward(size)
+        current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._forward(size)
+            hidden = self._step.forward(size)
         self._graphs[size] = graph, hidden
-
-    def _forward(self, size: int) -> Float[Tensor, "size H"]:
-        """One token of each row, from nothing but the rows' slots and contexts."""
-        batch, B = self._input_batch, self._input_batch.block_size
-        slots, contexts = self._rows[0, :size], self._rows[1, :size]
-        positions = (contexts - 1).clamp(min=0)
-        block_table = batch.block_table[slots]
-        block_ids = block_table.gather(1, (positions // B).unsqueeze(1)).squeeze(1).long()
-        slot_mapping = torch.where(contexts > 0, block_ids * B + positions % B, -1)
-        attention = AttentionMetadata(
-            query_lens=[1] * size,
-            context_lens=[batch.token_ids.shape[1]] * size,  # the longest that may come
-            block_size=B,
-            block_table=block_table,
-            slot_mapping=slot_mapping,
-            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
-            seqused_k=contexts.int(),
-        )
-        hidden: Tensor = self._model(
-            batch.token_ids[slots, positions], positions, self._kv_cache.layers, self._backend.begin_step(attention)
-        )
-        return hidden

@@ -100,6 +100,7 @@ class LocalExecutor:
             self.preemption_costs = measure(self.runner, checkpoint.config, most, self.num_host_blocks)
         if self.graph_sizes:
             self.runner.capture(self.graph_sizes)
+            log.info("CUDA graphs: %d, for decodes of up to %d sequences", len(self.graph_sizes), self.graph_sizes[-1])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         # Who waits for a GPU's tokens is not who orders its next step.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None

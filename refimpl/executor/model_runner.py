@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionBackend
 from refimpl.cache.kv_cache import KVCache
-from refimpl.executor.cuda_graphs import DecodeGraphs
+from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep
 from refimpl.executor.input_batch import InputBatch, StepInputs
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.readout import read_row
@@ -39,7 +39,8 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: list[int]) -> None:
         """Record CUDA graphs for decode steps of up to so many sequences each."""
-        self.graphs = DecodeGraphs(self.model, self.kv_cache, self.input_batch, self.backend, sizes)
+        step = DecodeStep(self.model, self.kv_cache, self.input_batch, self.backend, sizes[-1])
+        self.graphs = DecodeGraphs(step, sizes)
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, draw its tokens, and wait for them."""
