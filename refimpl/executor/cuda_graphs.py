@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: a step's hundreds of kernels, recorded once and started by one call.
 
-A decode of a small model takes a GPU less time than Python takes to start its kernels one by one. A graph is a recording of
-kernels with the addresses that they read and write, so everything that changes from step to step has to lie at a fixed place.
+A decode of a small model takes a GPU less time than Python takes to start its kernels one by one. A graph is a recording
+of kernels with the addresses that they read and write, so what changes from step to step has to lie at a fixed place.
 Here that is little, since a running sequence's tokens and block table already live by slot on the device::
 
     host      slots and contexts of the rows ──────► rows [2, R]          the only transfer of a step
@@ -10,8 +10,8 @@ Here that is little, since a running sequence's tokens and block table already l
 
 Graphs are recorded for a few numbers of rows (:func:`graph_sizes`), and a step takes the next larger one. Rows that nobody
 needs have a context of 0: their key and value are not written, their attention reads no block, their hidden state is not
-looked at. All graphs share one pool of memory for what lies between their kernels, since only one runs at a time; the largest
-is recorded first, so that the others fit into what it took.
+looked at. All graphs share one pool of memory for what lies between their kernels, since only one runs at a time; the
+largest is recorded first, so that the others fit into what it took.
 """
 
 from __future__ import annotations

@@ -166,7 +166,8 @@ class InputBatch:
     def model_inputs(self, inputs: StepInputs) -> ModelInputs:
         """The tokens of the step that was prepared last, for the model."""
         rows = self._rows
-        assert rows is not None and rows.slots is inputs.row_slots, "another step was prepared since"
+        assert rows is not None
+        assert rows.slots is inputs.row_slots, "another step was prepared since"
         starts = np.repeat(inputs.contexts - rows.counts, rows.counts)
         positions = self._to_device(starts + rows.place_in_row)
         return ModelInputs(

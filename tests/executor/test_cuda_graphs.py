@@ -1,4 +1,4 @@
-"""Decode steps worked out on the device: the same tokens as steps that the host shapes, and nothing written for empty rows."""
+"""Decode steps worked out on the device: the tokens of steps that the host shapes, and nothing written for empty rows."""
 
 import bisect
 import gc
@@ -38,6 +38,7 @@ class Unrecorded(DecodeGraphs):
         self._step = step
         self.sizes = sizes
         self.replayed = []
+        self._graphs = {}
 
     def replay(self, slots, contexts):
         self._step.write(slots, contexts)
