@@ -25,9 +25,9 @@ class _Stream:
         "readings_sent",
         "text",
         "text_sent",
-        "told_end",
         "tokens_read",
         "tokens_sent",
+        "told_end",
     )
 
     def __init__(self, sequence: Sequence, text: TextStream | None) -> None:
@@ -35,8 +35,10 @@ class _Stream:
         self.text = text
         """None where no text is wanted."""
         self.delta = params.output_kind == "delta"
-        self.detailed = request.beams is not None or params.logprobs is not None or bool(
-            params.return_logits or params.return_hidden_states
+        self.detailed = (
+            request.beams is not None
+            or params.logprobs is not None
+            or bool(params.return_logits or params.return_hidden_states)
         )
         """Whether more is told than text and tokens."""
         self.tokens_read = self.tokens_sent = sequence.num_prompt_tokens

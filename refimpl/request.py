@@ -184,7 +184,4 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether all samples have ended."""
-        for sequence in self.sequences:  # no generator: it is asked for every row of every step
-            if sequence.status is not Status.FINISHED:
-                return False
-        return True
+        return all(sequence.status is Status.FINISHED for sequence in self.sequences)

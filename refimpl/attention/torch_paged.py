@@ -48,9 +48,7 @@ class Tiles:
 
     def __getitem__(self, chosen: np.ndarray) -> Tiles:
         """Some of them, in the order of the indices."""
-        return Tiles(
-            self.sequences[chosen], self.first_tokens[chosen], self.num_queries[chosen], self.contexts[chosen]
-        )
+        return Tiles(self.sequences[chosen], self.first_tokens[chosen], self.num_queries[chosen], self.contexts[chosen])
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def cut_tiles(query_lens: list[int], context_lens: list[int], whole_prompts: boo
 
 
 def group_tiles(tiles: Tiles) -> list[Tiles]:
-    """Tiles with equally many queries and similar contexts, together; in each group they are in the order of their tokens."""
+    """Tiles with equally many queries and similar contexts, together; in each group in the order of their tokens."""
     order = np.lexsort((tiles.contexts, tiles.num_queries))
     num_queries, contexts = tiles.num_queries[order], tiles.contexts[order]
     groups, start = [], 0

@@ -43,31 +43,35 @@ def top_k_top_p_filter(
     definition, by a full sort; :func:`kept_by_head` gives the same with less work.
     Source of top-p: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """
-    ranked = rank_all(logits)
-    num_kept = _num_kept(ranked, _total_mass(logits), logits.shape[-1], top_k, top_p)
-    return torch.full_like(logits, -math.inf).scatter(-1, ranked.ids, _first(ranked, num_kept))
+    ranked, weights = rank_all(logits), logits.softmax(-1)
+    num_kept = _num_kept(ranked, weights, weights.sum(-1, dtype=torch.float64), top_k, top_p)
+    dropped = _ranks(ranked) >= num_kept.unsqueeze(-1)
+    return torch.full_like(logits, -math.inf).scatter(-1, ranked.ids, ranked.values.masked_fill(dropped, -math.inf))
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What top-k and top-p leave of some rows: all their tokens are among ``K`` candidates, in the order of the vocabulary."""
+    """What top-k and top-p leave of some rows: it is among ``K`` candidates, in the order of the vocabulary."""
 
-    rows: Int64[Tensor, "r"]
-    ids: Int64[Tensor, "r K"]
-    logits: Float[Tensor, "r K"]
-    """Minus infinity where a candidate is dropped."""
+    rows: Int64[Tensor, "R2"]
+    ids: Int64[Tensor, "R2 K"]
+    weights: Float[Tensor, "R2 K"]
+    """0 where a candidate is dropped."""
     was_sorted: bool
     """Whether the whole vocabulary was ranked, so that all of it are candidates."""
 
 
 def kept_by_head(
     logits: Float[Tensor, "R V"],
+    weights: Float[Tensor, "R V"],
     top_k: Int[Tensor, "R"],
     top_p: Float[Tensor, "R"],
     largest_k: int,
     length: int = HEAD,
 ) -> Iterator[Kept]:
-    """What :func:`top_k_top_p_filter` leaves, exactly, of each row: some rows at a time.
+    """What :func:`top_k_top_p_filter` leaves, exactly, of each row, with its ``weights``, the logits' softmax.
+
+    Some rows at a time: those for which a head was long enough.
 
     The head of each ranking, ``length`` tokens or the largest k asked for (``largest_k``) if that is more, tells almost
     always where to cut. Where the head's mass does not reach ``top_p``, or the cut falls among tokens that tie with the
@@ -75,39 +79,39 @@ def kept_by_head(
     same sums: the total mass in the order of the vocabulary, the mass of a head in the order of its ranks, each in float64.
     """
     rows, V = torch.arange(len(logits), device=logits.device), logits.shape[-1]
-    total, length = _total_mass(logits), max(length, with_margin(largest_k))
+    total, length = weights.sum(-1, dtype=torch.float64), max(length, with_margin(largest_k))
     while len(rows):
         head = rank_head(logits, length)
-        num_kept = _num_kept(head, total, V, top_k, top_p)
+        num_kept = _num_kept(head, weights, total, top_k, top_p)
+        stays, done = _ranks(head) < num_kept.unsqueeze(-1), num_kept <= head.settled
         ids, order = head.ids.sort(-1)
-        values = _first(head, num_kept).gather(-1, order)
-        done = num_kept <= head.settled
+        kept = weights.gather(-1, ids) * stays.gather(-1, order)
         if done.all():
-            yield Kept(rows, ids, values, was_sorted=False)
+            yield Kept(rows, ids, kept, was_sorted=False)
             return
-        yield Kept(rows[done], ids[done], values[done], was_sorted=False)
+        yield Kept(rows[done], ids[done], kept[done], was_sorted=False)
         left = ~done
-        rows, logits, total, top_k, top_p = rows[left], logits[left], total[left], top_k[left], top_p[left]
+        rows, logits, weights, total = rows[left], logits[left], weights[left], total[left]
+        top_k, top_p = top_k[left], top_p[left]
         length *= GROWTH
         if length >= V // 2:
             break
     everything = torch.arange(V, device=logits.device)
     for some in torch.arange(len(rows), device=logits.device).split(SORTED_AT_ONCE):
-        filtered = top_k_top_p_filter(logits[some], top_k[some], top_p[some])
-        yield Kept(rows[some], everything.expand(filtered.shape), filtered, was_sorted=True)
-
-
-def _total_mass(logits: Float[Tensor, "R V"]) -> Float64[Tensor, "R"]:
-    """Of all tokens, up to a factor: the most probable token's is 1."""
-    return (logits - logits.amax(-1, keepdim=True)).exp_().sum(-1, dtype=torch.float64)
+        stays = top_k_top_p_filter(logits[some], top_k[some], top_p[some]) > -math.inf
+        yield Kept(rows[some], everything.expand(stays.shape), weights[some] * stays, was_sorted=True)
 
 
 def _num_kept(
-    ranked: Ranked, total: Float64[Tensor, "R"], V: int, top_k: Int[Tensor, "R"], top_p: Float[Tensor, "R"]
+    ranked: Ranked,
+    weights: Float[Tensor, "R V"],
+    total: Float64[Tensor, "R"],
+    top_k: Int[Tensor, "R"],
+    top_p: Float[Tensor, "R"],
 ) -> Int64[Tensor, "R"]:
     """How many of the first ranks stay, if that can be told from them; else a number beyond ``ranked.settled``."""
-    K = ranked.ids.shape[-1]
-    mass: Float64[Tensor, "R K"] = (ranked.values - ranked.values[:, :1]).exp_().cumsum(-1, dtype=torch.float64)
+    V, K = weights.shape[-1], ranked.ids.shape[-1]
+    mass: Float64[Tensor, "R K"] = weights.gather(-1, ranked.ids).cumsum(-1, dtype=torch.float64)
     limit = torch.where((top_k < 1) | (top_k > V), V, top_k)
     within = mass.gather(-1, (limit.clamp(max=K) - 1).unsqueeze(-1)).squeeze(-1)
     all_of_it = torch.where(limit < V, within, total)
@@ -117,7 +121,5 @@ def _num_kept(
     return torch.minimum(by_mass, limit)
 
 
-def _first(ranked: Ranked, count: Int64[Tensor, "R"]) -> Float[Tensor, "R K"]:
-    """The values of the first ranks of each row, by rank; minus infinity for the others."""
-    rank = torch.arange(ranked.ids.shape[-1], device=ranked.ids.device)
-    return ranked.values.masked_fill(rank >= count.unsqueeze(-1), -math.inf)
+def _ranks(ranked: Ranked) -> Int64[Tensor, "K"]:
+    return torch.arange(ranked.ids.shape[-1], device=ranked.ids.device)

@@ -72,7 +72,8 @@ def argmax(x: Float[Tensor, "R V"]) -> Int64[Tensor, "R"]:
     blocks = whole.unflatten(-1, (-1, BLOCK))
     first = blocks.amax(-1).argmax(-1)
     within = blocks[torch.arange(len(x), device=x.device), first].argmax(-1)
-    return (first * BLOCK + within).clamp(max=V - 1)
+    place: Tensor = first * BLOCK + within
+    return place.clamp(max=V - 1)
 
 
 def rank_all(x: Float[Tensor, "R V"]) -> Ranked:

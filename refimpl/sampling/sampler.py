@@ -4,12 +4,12 @@ A row's way::
 
     raw logits ── adjustments ──┬─ greedy ── argmax ──────────────────────────────────────────────────────────────► token
         │    (masks, bias,      │                                                                                     ▲
-        │  penalties, hooks)    └─ / temperature ─ min_p ─ top_k, top_p ─ exp ─────► cumulative sum ─ first past u · total
+        │  penalties, hooks)    └─ / temperature ─ min_p ─ softmax ─ top_k, top_p ─► cumulative sum ─ first past u · total
         └──► log-probabilities, of the raw logits
 
-The probabilities are the weights ``exp(logit - largest)`` over their sum; as ``u`` is multiplied by the sum, nothing needs
-to be divided by it. The cumulative sum goes in the order of the vocabulary. What top-k or top-p dropped adds nothing to it,
-so it is made over the few candidates alone that :func:`refimpl.sampling.filters.kept_by_head` finds.
+As ``u`` is multiplied by the sum of what top-k and top-p left, that need not sum to 1. The cumulative sum goes in the order
+of the vocabulary. What was dropped adds nothing to it, so it is made over the few candidates alone that
+:func:`refimpl.sampling.filters.kept_by_head` finds.
 
 The uniform number ``u`` is a function of (seed, path, position): see :mod:`refimpl.kernels.philox`. The adjustments are
 functions of the row's tokens: see :mod:`refimpl.sampling.adjustments`. So the token drawn does not depend on the batch, on
@@ -29,7 +29,7 @@ from refimpl.kernels.reference import at_least_float32
 from refimpl.layers.by_triton import by_triton
 from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT
 from refimpl.sampling.adjustments import Adjustments, adjust
-from refimpl.sampling.filters import kept_by_head, min_p_filter
+from refimpl.sampling.filters import HEAD, kept_by_head, min_p_filter
 from refimpl.sampling.ranking import argmax
 
 
@@ -72,8 +72,10 @@ class Sampler:
     """Draws tokens, and counts what it could not do the short way."""
 
     def __init__(self) -> None:
+        self.num_rows_beyond_head = 0
+        """Rows for whose top-k or top-p the first head of the ranking did not do."""
         self.num_rows_sorted = 0
-        """Rows whose whole vocabulary was sorted for top-k or top-p, because the head of the ranking did not do."""
+        """Rows whose whole vocabulary was sorted, because no head of it did."""
 
     def sample(self, logits: Float[Tensor, "R V"], rows: SamplingRows) -> Sampled:
         """One token a row. Greedy rows take the argmax, the lowest id where several tie; 16 bits are widened to float32."""
@@ -85,8 +87,7 @@ class Sampler:
         token_ids = rows.position.clone() if all_random else argmax(logits)
         if rows.whole:
             chosen = _select(rows.whole, logits)
-            weights = tempered(logits[chosen], rows, chosen).exp_()
-            token_ids[chosen] = draw(weights, _uniform(rows)[chosen])
+            token_ids[chosen] = draw(tempered(logits[chosen], rows, chosen).softmax(-1), _uniform(rows)[chosen])
         if rows.ranked:
             chosen = _select(rows.ranked, logits)
             token_ids[chosen] = self._draw_ranked(tempered(logits[chosen], rows, chosen), rows, chosen)
@@ -97,10 +98,11 @@ class Sampler:
     def _draw_ranked(self, logits: Float[Tensor, "R V"], rows: SamplingRows, chosen: Chosen) -> Int64[Tensor, "R"]:
         """Draw from what top-k and top-p leave."""
         u, token_ids = _uniform(rows)[chosen], rows.position[chosen].clone()
-        for kept in kept_by_head(logits, rows.top_k[chosen], rows.top_p[chosen], rows.largest_top_k):
-            # The most probable token is always kept, so the largest logit is 0 among the candidates too.
-            place = draw(kept.logits.exp(), u[kept.rows])
+        weights, top_k, top_p = logits.softmax(-1), rows.top_k[chosen], rows.top_p[chosen]
+        for kept in kept_by_head(logits, weights, top_k, top_p, rows.largest_top_k):
+            place = draw(kept.weights, u[kept.rows])
             token_ids[kept.rows] = kept.ids.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+            self.num_rows_beyond_head += len(kept.rows) * (kept.ids.shape[-1] > HEAD)
             self.num_rows_sorted += len(kept.rows) * kept.was_sorted
         return token_ids
 

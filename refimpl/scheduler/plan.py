@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation
 from refimpl.outputs import (
@@ -128,7 +128,7 @@ class StepPlan:
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
             prefix_hits=tuple(self.prefix_hits),
-            forks=tuple(dict.fromkeys(self.forks + self.born)),
+            forks=tuple(dict.fromkeys(self.forks + self.born)) if self.forks or self.born else (),
             arrived=tuple(arrived),
             aborted=tuple(aborted),
             preempted=tuple(self.preempted),
@@ -138,17 +138,16 @@ class StepPlan:
         )
 
 
-@dataclass
-class StepUpdate:
+class StepUpdate(msgspec.Struct):
     """What came of one step."""
 
     token_ids: list[int]
     """One a row: the token that its sequence took, or ``NO_TOKEN``."""
-    advanced: list[Sequence] = field(default_factory=list)
+    advanced: list[Sequence] = []
     """Sequences that took a token or ended, in row order."""
-    finished: list[Finish] = field(default_factory=list)
-    beams: list[tuple[int, ...]] = field(default_factory=list)
+    finished: list[Finish] = []
+    beams: list[tuple[int, ...]] = []
     """The sequences of each beam search that moved on, best first."""
-    chosen: list[tuple[int, int]] = field(default_factory=list)
+    chosen: list[tuple[int, int]] = []
     """(sequence, token) that its search chose."""
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[Decision] = []

@@ -80,11 +80,11 @@ class Scheduler(BeamLifecycle):
         now, extras, text = self._clock(), runner_output.extras, self._text
         sequences = map(self.sequences.get, scheduler_output.batch.sequence_ids)
         for row, (sequence, token_id) in enumerate(zip(sequences, runner_output.token_ids, strict=True)):
-            if sequence is None or token_id < 0 or row in extras or sequence.request.beams is not None:
-                # Where the sequence turned out to have ended a step earlier, what was drawn for it is discarded.
-                if sequence is None or not self._takes(sequence, token_id, extras.get(row), update):
-                    update.token_ids[row] = NO_TOKEN
-                    continue
+            plain = token_id >= 0 and row not in extras  # a beam's row sends back more than its token
+            # Where the sequence turned out to have ended a step earlier, what was drawn for it is discarded.
+            if sequence is None or not (plain or self._takes(sequence, token_id, extras.get(row), update)):
+                update.token_ids[row] = NO_TOKEN
+                continue
             sequence.num_tokens_in_flight -= 1
             sequence.token_ids.append(token_id)
             sequence.token_times.append(now)
@@ -302,14 +302,12 @@ class Scheduler(BeamLifecycle):
                 self._admit_siblings(sequence, plan)
 
     def _quiet_until(self, sequence: Sequence) -> int:
-        """How long decodes of a sequence that was just given a row need no look: as long as they stay within its block.
-
-        Not its first token, with which the block before is published; and each of a beam, and of a policy that counts.
-        """
-        computed, within = sequence.num_computed_tokens, sequence.num_computed_tokens % self.kv.block_size
+        """How long decodes of a sequence need no look: within its block, but for first and last, which publish blocks."""
+        within = (computed := sequence.num_computed_tokens) % self.kv.block_size
         decodes = computed >= sequence.num_prompt_tokens and sequence.num_tokens == computed + 1
         counts = self.policy.dynamic or sequence.request.beams is not None or not self.config.enable_kv_cache
-        return min(sequence.most_tokens, computed - within + self.kv.block_size) if decodes and within and not counts else 0
+        full = computed - within + self.kv.block_size + (self.kv.prefix_cache is None)  # else the last token publishes it
+        return min(sequence.most_tokens, full) if decodes and within and not counts else 0
 
     def _admit_siblings(self, leader: Sequence, plan: StepPlan) -> None:
         """The other samples of a request join as soon as their prompt is computed, each with all of its blocks shared.

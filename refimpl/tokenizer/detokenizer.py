@@ -10,8 +10,9 @@ work for each token.
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from refimpl.tokenizer.tokenizer import Tokenizer
 
@@ -36,6 +37,9 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """Nothing follows: what was held back, as decoding the whole shows it."""
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own."""
 
 
 def make_detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> Detokenizer:
@@ -76,6 +80,10 @@ class ByteLevelDetokenizer:
     def finish(self) -> str:
         """U+FFFD for a character that never became complete."""
         return self._decode(b"", final=True)
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own."""
+        return copy.copy(self)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
         data = self._pending + data
@@ -131,6 +139,12 @@ class WindowDetokenizer:
         piece = self._decode(self._window)[self._said :]
         self._window, self._said = [], 0
         return piece
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own."""
+        branch = copy.copy(self)
+        branch._window = list(self._window)
+        return branch
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._skipped and self._tokenizer.backend.id_to_token(token_id) is not None

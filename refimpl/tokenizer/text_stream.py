@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.detokenizer import make_detokenizer
@@ -40,6 +42,14 @@ class TextStream:
             if self._finder is not None:
                 self._new.append(self._finder.finish())
         return self._finder.found if self._finder is not None else None
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own, and has nothing to say yet."""
+        branch = copy.copy(self)
+        branch._detokenizer = self._detokenizer.branch()
+        branch._finder = copy.copy(self._finder)  # the automaton is shared
+        branch._new = []
+        return branch
 
     def read(self, token_ids: list[int]) -> str:
         """Take the next tokens; the text that was said since the last call of this or of :meth:`take`."""

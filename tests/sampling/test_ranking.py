@@ -26,10 +26,13 @@ def random_rows(count, V, seed, step, dtype=torch.float32, holes=0.0):
 
 def by_head(logits, *arguments):
     """What is kept, laid out over the vocabulary; and how many rows were sorted. Each row is told of once, ids in order."""
-    filtered, num_sorted, told = torch.full_like(logits, -INF), 0, []
-    for kept in kept_by_head(logits, *arguments):
+    filtered, num_sorted, told, weights = torch.full_like(logits, -INF), 0, [], logits.softmax(-1)
+    assert (weights[logits > -INF] > 0).all(), "0 tells what is dropped"
+    for kept in kept_by_head(logits, weights, *arguments):
         assert (kept.ids.diff() > 0).all()
-        filtered[kept.rows] = filtered[kept.rows].scatter(-1, kept.ids, kept.logits)
+        own = torch.zeros_like(weights[kept.rows]).scatter(-1, kept.ids, kept.weights)
+        assert_same(own, torch.where(own > 0, weights[kept.rows], 0))
+        filtered[kept.rows] = torch.where(own > 0, logits[kept.rows], -INF)
         num_sorted += len(kept.rows) * kept.was_sorted
         told += kept.rows.tolist()
     assert sorted(told) == list(range(len(logits)))

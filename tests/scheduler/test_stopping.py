@@ -66,3 +66,15 @@ def test_a_stop_string_that_only_the_end_shows_makes_a_stop_of_a_length():
     assert (finish.reason, sequence.finish_reason, sequence.stop_reason) == ("stop", "stop", "END")
     sequence, outputs = run(Text(), num_blocks=2, max_tokens=40)
     assert (sequence.finish_reason, sequence.stop_reason) == ("length", "the KV cache of 2 blocks is full")
+
+
+def test_text_that_can_end_nothing_is_not_asked_about():
+    """It is made when somebody reads it, also where an id stops the sequence."""
+    scheduler = make_scheduler(num_blocks=100, max_model_len=400, eos=(2,))
+    scheduler._text = text = Text()
+    made = [make_request(number, 5, max_tokens=4 + number) for number in range(3)]
+    for request in made:
+        scheduler.add(request)
+    run_all(scheduler, stop_at=7)
+    assert all(request.finished for request in made)
+    assert text.calls == []
