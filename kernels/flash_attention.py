@@ -45,7 +45,7 @@ from refimpl.kernels.attention_tiles import (
 from refimpl.kernels.launch import device_of, power_of_two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     out: tl.tensor,
     query: tl.tensor,
