@@ -7,9 +7,9 @@
                and changes that one logit
 
 The exchange leaves ``counts`` all zero, as the next step needs it; so it is cleared once in its life. Nothing is kept
-between steps: counts are made anew from the text. Two launches; a place of the text costs its token id and one access to counts each
-time, and a distinct token one logit read and written. Which of a token's places gets the count does not matter, since all
-know the same of it: results do not depend on the order of the atomic operations.
+between steps: counts are made anew from the text. Two launches; a place of the text costs its token id and one access to
+counts each time, and a distinct token one logit read and written. Which of a token's places gets the count does not matter,
+since all know the same of it: results do not depend on the order of the atomic operations.
 
 Sources: Keskar et al. 2019, "CTRL" (repetition); OpenAI's API (frequency, presence).
 """
