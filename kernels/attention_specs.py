@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels import attention_cases
-from refimpl.kernels.attention_tiles import operand
+from refimpl.kernels.attention_tiles import operand, padded
 from refimpl.kernels.flash_attention import flash_attention, plan_prefill, prefill_kernel, prefill_tiles
-from refimpl.kernels.launch import dtypes_for, pointer, power_of_two
+from refimpl.kernels.launch import dtypes_for, pointer
 from refimpl.kernels.paged_attention import (
     SPLITS_AT_ONCE,
     decode_kernel,
@@ -53,7 +53,7 @@ def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, q
     )
     sizes = {
         "HEADS": Hq, "GROUP": Hq // Hkv, "MAX_QUERIES": queries, "BLOCK_SIZE": 16, "HEAD_DIM": D,
-        "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": power_of_two(D),
+        "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": padded(D),
         "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector,
     }  # fmt: skip
     label = f"D={D} {Hq}/{Hkv} n={queries}"
@@ -71,7 +71,7 @@ def compile_prefill(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int) 
     )
     sizes = {
         "HEADS": Hq, "GROUP": Hq // Hkv, "BLOCK_SIZE": 16, "HEAD_DIM": D, "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n,
-        "TILE_D": power_of_two(D), "OPERAND": operand(dtype),
+        "TILE_D": padded(D), "OPERAND": operand(dtype),
     }  # fmt: skip
     label = f"D={D} {Hq}/{Hkv}"
     return Compile(prefill_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
@@ -103,7 +103,7 @@ def prefill_compiles(target: int) -> tuple[Compile, ...]:
     """What prefill attention is compiled for."""
     if target < 80:
         return ()
-    more = {80: [(80, 32, 32)], 90: [(64, 9, 3), (256, 8, 4)]}
+    more = {80: [(80, 32, 32)], 90: [(256, 8, 4)]}
     shapes = [(128, 32, 8), *more.get(target, [])]
     return tuple(compile_prefill(target, dtypes_for(target)[0], *shape) for shape in shapes)
 

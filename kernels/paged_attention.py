@@ -33,7 +33,17 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refimpl.kernels.attention_tiles import LOG2_E, Target, attend, check_inputs, load_rows, operand, store_rows, target_of
+from refimpl.kernels.attention_tiles import (
+    LOG2_E,
+    Target,
+    attend,
+    check_inputs,
+    load_rows,
+    operand,
+    padded,
+    store_rows,
+    target_of,
+)
 from refimpl.kernels.launch import device_of, power_of_two
 from refimpl.kernels.split_plan import SplitPlan, plan_splits
 
@@ -172,13 +182,13 @@ def decode_tiles(capability: int, head_dim: int, rows: int, dtype: torch.dtype) 
     """
     if capability < 80 or dtype == torch.float32:
         # Products of M · N · D numbers: 64 a thread of 128.
-        tile_n = max(16, 2048 // max(32, power_of_two(head_dim)))
+        tile_n = max(16, 2048 // max(32, padded(head_dim)))
         return DecodeTiles(min(4, power_of_two(rows)), tile_n, 4, 1, 4, vector=True)
     tile_n = 64 if head_dim <= 128 else 32
     tile_m = min(64 if head_dim <= 128 else 32, max(16, power_of_two(rows)))
     if capability in (86, 89):  # 100 KiB of shared memory
         return DecodeTiles(tile_m, tile_n, 4, 2, 2)
-    return DecodeTiles(tile_m, tile_n, 4, 3, 2 if capability == 80 else 3)
+    return DecodeTiles(tile_m, tile_n, 4, 3, 3 if capability >= 90 and tile_m == 16 else 2)
 
 
 def plan_decode(
@@ -230,10 +240,10 @@ def paged_attention(
     Hq, D, Hkv = *query.shape[1:], k_cache.shape[2]
     rows = plan.max_queries * Hq // Hkv
     tiles = decode_tiles((target or target_of(query.device)).capability, D, rows, query.dtype)
-    num_items, floats = len(plan.items), {"dtype": torch.float32, "device": query.device}
-    split_out = torch.empty(num_items, Hq, plan.max_queries, D, **floats)
-    split_lse = torch.empty(num_items, Hq, plan.max_queries, **floats)
-    sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": power_of_two(D)}
+    num_items = len(plan.items)
+    split_out = query.new_empty(num_items, Hq, plan.max_queries, D, dtype=torch.float32)
+    split_lse = query.new_empty(num_items, Hq, plan.max_queries, dtype=torch.float32)
+    sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": padded(D)}
     grid = (num_items, Hkv, -(-rows // tiles.tile_m))
     with device_of(query):
         decode_kernel[grid](
