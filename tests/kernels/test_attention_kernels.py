@@ -100,7 +100,7 @@ def test_a_sequence_of_too_many_queries_has_no_split():
 
 @pytest.mark.parametrize(("Hq", "Hkv"), [(9, 3), (6, 1), (7, 1), (8, 8)])
 def test_groups_of_heads_over_several_splits(Hq, Hkv):
-    inputs, expected = inputs_of(torch.float16, S=1, L=270, Hq=Hq, Hkv=Hkv)
+    inputs, expected = inputs_of(torch.float16, S=1, L=140, Hq=Hq, Hkv=Hkv)
     close(decode(inputs, LARGE), expected, torch.float16)
 
 
