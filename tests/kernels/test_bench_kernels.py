@@ -1,4 +1,4 @@
-"""The benchmark of kernels: its arithmetic, with the GPU's clock and cache put in its place, and what it says without one."""
+"""The benchmark of kernels: its arithmetic, with a clock and a cache in place of the GPU's, and what it says without one."""
 
 import pytest
 import torch
