@@ -1,7 +1,13 @@
-"""Linear: ``y = x Wᵀ``. On a CPU the weight can be packed once into oneDNN's own layout, which halves the time of a decode.
+"""Linear: ``y = x Wᵀ``. On a CPU the weight is laid out once as its products read it fastest.
 
-A decode step reads every weight once for a handful of tokens, so it is bound by memory bandwidth; a packed weight is read
-in the order in which the product wants it.
+A decode step reads every weight once for a handful of tokens, so it is bound by memory bandwidth, and by how far a product
+reaches it:
+
+- Several tokens: oneDNN's own packed layout, read in the order in which the product wants it: half the plain one's time.
+  Without AVX-512 there is none for bfloat16; the weights of a small model are packed in float32 then, and the product is
+  rounded to bfloat16, as that of bfloat16 would be.
+- One token, without AVX-512, where oneDNN reaches half the bandwidth: in float32 ``Wᵀ`` where the output is the longer side
+  (the product adds up whole rows of it), else ``W`` as it is (a sum over a whole row for each output).
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ from torch import Tensor, nn
 
 PACK_FOR_TOKENS = 8
 """The number of rows that the packed layout is chosen for; it serves any number."""
+MOST_BYTES_TWICE = 2**30
+"""Weights that may be kept in two layouts: those of a small model, for which memory is no matter."""
 
 
 class Linear(nn.Module):
@@ -22,28 +30,45 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
         self._packed: Tensor | None = None
+        self._for_one_token: Tensor | None = None
 
-    def pack(self, keep_plain: bool = False) -> None:
-        """Move the weight into oneDNN's layout, where this CPU and dtype have one; else leave it as it is.
+    def pack(self, keep_plain: bool = False, twice: bool = False) -> None:
+        """Move the weight into the layouts that are fastest on this CPU, where there are any; else leave it as it is.
 
-        ``keep_plain`` keeps the usual tensor beside it, for a weight that is tied to an embedding.
+        ``keep_plain`` keeps the usual tensor beside them, for a weight that is tied to an embedding; ``twice`` allows a
+        layout for several tokens and another one for a single token.
         """
-        if not can_pack(self.weight):
+        plain = self.weight.data
+        if can_pack(plain):
+            if twice and _without_avx512():
+                out_features, in_features = plain.shape
+                self._for_one_token = plain.t().contiguous() if out_features >= in_features else plain.t()
+        elif twice and plain.dtype == torch.bfloat16 and can_pack(plain.new_empty(0, dtype=torch.float32)):
+            self._for_one_token = plain.t()
+            plain = plain.float()
+        else:
             return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACK_FOR_TOKENS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_TOKENS)
         if not keep_plain:
             self.weight.data = self.weight.data.new_empty(0)
 
     def release(self) -> None:
-        """Drop the packed weight."""
-        self._packed = None
+        """Drop the packed weights."""
+        self._packed = self._for_one_token = None
 
     def forward(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
         """``x Wᵀ``."""
         if self._packed is None:
             return F.linear(x, self.weight)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, None, "none", [], "")
-        return product
+        if self._for_one_token is not None and len(x) == 1:
+            return x @ self._for_one_token
+        wide = x.to(self._packed.dtype)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(wide, self._packed, None, "none", [], "")
+        return product.to(x.dtype)
+
+
+def _without_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def can_pack(weight: Tensor) -> bool:

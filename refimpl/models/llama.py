@@ -19,7 +19,7 @@ from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import ModelConfig
 from refimpl.layers.activation import SwiGLU
 from refimpl.layers.attention import Attention
-from refimpl.layers.linear import Linear
+from refimpl.layers.linear import MOST_BYTES_TWICE, Linear
 from refimpl.layers.norm import RMSNorm
 from refimpl.layers.rotary import RotaryEmbedding, Rotation
 
@@ -114,9 +114,11 @@ class LlamaForCausalLM(nn.Module):
 
     def pack_weights(self) -> None:
         """After loading: move matrices into the layout that this CPU multiplies fastest. Views are void from here on."""
+        small = sum(weight.nbytes for weight in self.parameters()) <= MOST_BYTES_TWICE
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack(keep_plain=module is self.lm_head and self.config.tie_word_embeddings)
+                tied = module is self.lm_head and self.config.tie_word_embeddings
+                module.pack(keep_plain=tied, twice=small)
 
     def release(self) -> None:
         """Give the weights' memory back now, whoever still refers to them."""
