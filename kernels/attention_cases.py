@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,8 @@ def make_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
     ]
     for s, own in enumerate(order.split(blocks)):
         table[s, : blocks[s]] = own
-        for pool in pools:
-            _fill(pool, own.tolist(), cases.normal(contexts[s], Hkv, D, dtype=dtype, device=device, random=random))
+        for pool in pools if len(own) else ():
+            _fill(pool, own, cases.normal(contexts[s], Hkv, D, dtype=dtype, device=device, random=random))
     query = cases.normal(sum(query_lens), Hq, D, dtype=dtype, device=device, random=random, gap=shape.get("gap", 0))
     inputs = {
         "query": query,
@@ -51,11 +53,11 @@ def make_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
     return Case(inputs, {"out": cases.poisoned(*query.shape, dtype=dtype, device=device)})
 
 
-def _fill(pool: Tensor, block_ids: list[int], rows: Tensor) -> None:
-    """``rows [L, Hkv, D]`` into the first L slots of some blocks."""
-    parts = rows.split(pool.shape[1]) if block_ids else ()
-    for block_id, part in zip(block_ids, parts, strict=True):
-        pool[block_id, : len(part)] = part
+def _fill(pool: Tensor, block_ids: Tensor, rows: Tensor) -> None:
+    """``rows [L, Hkv, D]`` into the first L slots of some blocks; the slots behind them stay NaN."""
+    padding = len(block_ids) * pool.shape[1] - len(rows)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, padding), value=math.nan)
+    pool[block_ids.long().to(pool.device)] = padded.unflatten(0, (len(block_ids), pool.shape[1]))
 
 
 def twin(query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, **rest: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from refimpl.kernels import attention_cases
-from refimpl.kernels.attention_tiles import operand
+from refimpl.kernels.attention_tiles import operand, padded
 from refimpl.kernels.flash_attention import flash_attention, plan_prefill, prefill_kernel, prefill_tiles
-from refimpl.kernels.launch import dtypes_for, pointer, power_of_two
+from refimpl.kernels.launch import dtypes_for, pointer
 from refimpl.kernels.paged_attention import (
     SPLITS_AT_ONCE,
     decode_kernel,
@@ -53,7 +53,7 @@ def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, q
     )
     sizes = {
         "HEADS": Hq, "GROUP": Hq // Hkv, "MAX_QUERIES": queries, "BLOCK_SIZE": 16, "HEAD_DIM": D,
-        "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": power_of_two(D),
+        "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": padded(D),
         "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector,
     }  # fmt: skip
     label = f"D={D} {Hq}/{Hkv} n={queries}"
@@ -71,7 +71,7 @@ def compile_prefill(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int) 
     )
     sizes = {
         "HEADS": Hq, "GROUP": Hq // Hkv, "BLOCK_SIZE": 16, "HEAD_DIM": D, "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n,
-        "TILE_D": power_of_two(D), "OPERAND": operand(dtype),
+        "TILE_D": padded(D), "OPERAND": operand(dtype),
     }  # fmt: skip
     label = f"D={D} {Hq}/{Hkv}"
     return Compile(prefill_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
@@ -103,7 +103,7 @@ def prefill_compiles(target: int) -> tuple[Compile, ...]:
     """What prefill attention is compiled for."""
     if target < 80:
         return ()
-    more = {80: [(80, 32, 32)], 90: [(64, 9, 3), (256, 8, 4)]}
+    more = {80: [(80, 32, 32)], 90: [(256, 8, 4)]}
     shapes = [(128, 32, 8), *more.get(target, [])]
     return tuple(compile_prefill(target, dtypes_for(target)[0], *shape) for shape in shapes)
 
@@ -127,10 +127,11 @@ SPECS = (
         outputs=("out",),
         make_case=attention_cases.make_case,
         small_shapes=(
-            {"S": 6, "n": 1, "L": 70, "Hq": 4, "Hkv": 2, "D": 64, "B": 8, "ragged": 1},
-            {"S": 1, "n": 16, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},
-            {"S": 1, "n": 3, "L": 150, "Hq": 7, "Hkv": 1, "D": 80, "B": 32},
-            {"S": 2, "n": 1, "L": 140, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
+            {"S": 6, "n": 1, "L": 70, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1},
+            {"S": 1, "n": 16, "L": 64, "Hq": 1, "Hkv": 1, "D": 64, "B": 16},
+            {"S": 1, "n": 1, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},
+            {"S": 1, "n": 1, "L": 70, "Hq": 7, "Hkv": 1, "D": 80, "B": 32},
+            {"S": 2, "n": 1, "L": 70, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
             {"S": 1, "n": 1, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
             {"S": 1, "n": 2, "L": 33, "Hq": 4, "Hkv": 2, "D": 256, "B": 16},
         ),
@@ -149,12 +150,12 @@ SPECS = (
         outputs=("out",),
         make_case=attention_cases.make_case,
         small_shapes=(
-            {"S": 6, "n": 9, "L": 40, "Hq": 4, "Hkv": 2, "D": 64, "B": 8, "ragged": 1},
+            {"S": 6, "n": 9, "L": 40, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1},
             {"S": 1, "n": 16, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},
-            {"S": 1, "n": 130, "L": 200, "Hq": 2, "Hkv": 1, "D": 80, "B": 32},
-            {"S": 1, "n": 40, "L": 40, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
+            {"S": 1, "n": 130, "L": 150, "Hq": 1, "Hkv": 1, "D": 80, "B": 32},
+            {"S": 1, "n": 20, "L": 20, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
             {"S": 1, "n": 2, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
-            {"S": 1, "n": 33, "L": 33, "Hq": 2, "Hkv": 1, "D": 256, "B": 16},
+            {"S": 1, "n": 33, "L": 33, "Hq": 1, "Hkv": 1, "D": 256, "B": 16},
         ),
         device_shapes=_served((1, 4096, 4096), (16, 1024, 1024), (1, 2048, 16384)),
         tolerance=attention_cases.TOLERANCES,

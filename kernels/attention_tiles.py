@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from refimpl.errors import RefimplError
+from refimpl.kernels.launch import power_of_two
 
 LOG2_E = math.log2(math.e)
 
@@ -179,7 +180,7 @@ def attend(
 @triton.jit
 def load_rows(
     pointers: tl.tensor, real: tl.tensor, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, OPERAND: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tl.tensor:
     """Rows ``[M, D]`` from their first elements' pointers ``[M]``; rows that are not real, and padding, are 0."""
     dims = tl.arange(0, TILE_D)[None, :]
     return tl.load(pointers[:, None] + dims, mask=real[:, None] & (dims < HEAD_DIM), other=0.0).to(OPERAND)
@@ -188,7 +189,7 @@ def load_rows(
 @triton.jit
 def store_rows(
     pointers: tl.tensor, values: tl.tensor, real: tl.tensor, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> None:
     """``values [M, D]`` to rows that begin at ``pointers [M]``; padding and rows that are not real go nowhere."""
     dims = tl.arange(0, TILE_D)[None, :]
     tl.store(pointers[:, None] + dims, values.to(pointers.dtype.element_ty), mask=real[:, None] & (dims < HEAD_DIM))
@@ -215,6 +216,11 @@ def target_of(device: torch.device) -> Target:
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
     return Target(10 * found.major + found.minor, found.multi_processor_count)
+
+
+def padded(head_dim: int) -> int:
+    """The extent of a tile along a head: a power of two, and 16 at least, which products on tensor cores want."""
+    return max(16, power_of_two(head_dim))
 
 
 def operand(dtype: torch.dtype, vector: bool = False) -> tl.dtype:

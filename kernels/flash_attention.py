@@ -39,13 +39,14 @@ from refimpl.kernels.attention_tiles import (
     check_inputs,
     load_rows,
     operand,
+    padded,
     store_rows,
     target_of,
 )
-from refimpl.kernels.launch import device_of, power_of_two
+from refimpl.kernels.launch import device_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     out: tl.tensor,
     query: tl.tensor,
@@ -193,7 +194,7 @@ def flash_attention(
             HEAD_DIM=D,
             TILE_M=tiles.tile_m,
             TILE_N=tiles.tile_n,
-            TILE_D=power_of_two(D),
+            TILE_D=padded(D),
             OPERAND=operand(query.dtype),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,

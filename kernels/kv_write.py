@@ -273,7 +273,7 @@ def _compiles(capability: int, turning: bool) -> tuple[Compile, ...]:
     tensors = {"query", "key", "value", "cos", "sin", "k_cache", "v_cache", "turned"}
     element = pointer(dtypes_for(capability)[0])
     found = []
-    for D in (80, 128):
+    for D in (80, 128) if turning else (128,):
         tiles = {"HEADS": HEADS, "HALF": power_of_two(D // 2)} if turning else {"HEADS": HEADS, "WIDTH": power_of_two(D)}
         signature = {
             name: element if name in tensors else "*i64" if name in ("positions", "slot_mapping") else "i32"

@@ -33,7 +33,17 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refimpl.kernels.attention_tiles import LOG2_E, Target, attend, check_inputs, load_rows, operand, store_rows, target_of
+from refimpl.kernels.attention_tiles import (
+    LOG2_E,
+    Target,
+    attend,
+    check_inputs,
+    load_rows,
+    operand,
+    padded,
+    store_rows,
+    target_of,
+)
 from refimpl.kernels.launch import device_of, power_of_two
 from refimpl.kernels.split_plan import SplitPlan, plan_splits
 
@@ -42,7 +52,7 @@ MAX_QUERIES = 16
 SPLITS_AT_ONCE = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out: tl.tensor,
     split_out: tl.tensor,
@@ -76,9 +86,11 @@ def decode_kernel(
     item, kv_head, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
     end, splits = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
+    if end == 0:
+        return
     first_token = tl.load(cu_seqlens_q + sequence)
     queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    if (end == 0) | (row_tile * TILE_M >= queries * GROUP):
+    if row_tile * TILE_M >= queries * GROUP:
         return
     first_position = tl.load(seqused_k + sequence) - queries
     rows = row_tile * TILE_M + tl.arange(0, TILE_M)  # [M]
@@ -117,11 +129,14 @@ def merge_kernel(
 ) -> None:
     """Program (sequence and query, head): the average of its splits' averages, weighted; 0 where there is no context."""
     sequence, number, head = tl.program_id(0) // MAX_QUERIES, tl.program_id(0) % MAX_QUERIES, tl.program_id(1)
-    first_item, num_splits = tl.load(splits + 2 * sequence), tl.load(splits + 2 * sequence + 1)
+    num_splits = tl.load(splits + 2 * sequence + 1)
+    if num_splits == 1:
+        return
     first_token = tl.load(cu_seqlens_q + sequence)
     queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    if (num_splits == 1) | (number >= queries) | (queries > MAX_QUERIES):
+    if (number >= queries) | (queries > MAX_QUERIES):
         return
+    first_item = tl.load(splits + 2 * sequence)
     merged = tl.zeros((1, TILE_D), tl.float32)
     largest = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
@@ -166,12 +181,14 @@ def decode_tiles(capability: int, head_dim: int, rows: int, dtype: torch.dtype) 
     (227 KiB a multiprocessor) needs some 35 KiB under way to hide a microsecond of latency.
     """
     if capability < 80 or dtype == torch.float32:
-        return DecodeTiles(min(4, power_of_two(rows)), 16, 4, 1, 4, vector=True)
+        # Products of M · N · D numbers: 64 a thread of 128.
+        tile_n = max(16, 2048 // max(32, padded(head_dim)))
+        return DecodeTiles(min(4, power_of_two(rows)), tile_n, 4, 1, 4, vector=True)
     tile_n = 64 if head_dim <= 128 else 32
     tile_m = min(64 if head_dim <= 128 else 32, max(16, power_of_two(rows)))
     if capability in (86, 89):  # 100 KiB of shared memory
         return DecodeTiles(tile_m, tile_n, 4, 2, 2)
-    return DecodeTiles(tile_m, tile_n, 4, 3, 2 if capability == 80 else 3)
+    return DecodeTiles(tile_m, tile_n, 4, 3, 3 if capability >= 90 and tile_m == 16 else 2)
 
 
 def plan_decode(
@@ -221,13 +238,12 @@ def paged_attention(
     """
     check_inputs(query, k_cache, v_cache, block_table)
     Hq, D, Hkv = *query.shape[1:], k_cache.shape[2]
-    target = target or target_of(query.device)
     rows = plan.max_queries * Hq // Hkv
-    tiles = decode_tiles(target.capability, D, rows, query.dtype)
-    num_items, device = len(plan.items), query.device
-    split_out = torch.empty(num_items, Hq, plan.max_queries, D, dtype=torch.float32, device=device)
-    split_lse = torch.empty(num_items, Hq, plan.max_queries, dtype=torch.float32, device=device)
-    sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": power_of_two(D)}
+    tiles = decode_tiles((target or target_of(query.device)).capability, D, rows, query.dtype)
+    num_items = len(plan.items)
+    split_out = query.new_empty(num_items, Hq, plan.max_queries, D, dtype=torch.float32)
+    split_lse = query.new_empty(num_items, Hq, plan.max_queries, dtype=torch.float32)
+    sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": padded(D)}
     grid = (num_items, Hkv, -(-rows // tiles.tile_m))
     with device_of(query):
         decode_kernel[grid](

@@ -159,6 +159,32 @@ def paged_attention(
     return output
 
 
+def penalise(
+    logits: Float[Tensor, "R V"],
+    rows: Int64[Tensor, "A"],
+    token_ids: Int64[Tensor, "A L"],
+    num_prompt_tokens: Int64[Tensor, "A"],
+    num_tokens: Int64[Tensor, "A"],
+    presence: Float[Tensor, "A"],
+    frequency: Float[Tensor, "A"],
+    repetition: Float[Tensor, "A"],
+) -> Float[Tensor, "R V"]:
+    """New logits, with the penalties of each text on its row. What lies behind ``num_tokens`` is not read.
+
+    ``repetition`` divides positive logits and multiplies others, of every token in prompt or output (Keskar et al. 2019,
+    "CTRL"). ``frequency`` is taken off for each time that the output holds a token, ``presence`` once (OpenAI's API).
+    """
+    new = at_least_float32(logits).clone()
+    for text, row in enumerate(rows.tolist()):
+        ids = token_ids[text, : int(num_tokens[text])]
+        seen, output = ids.unique(), ids[int(num_prompt_tokens[text]) :]
+        times = torch.zeros_like(new[row]).scatter_add(0, output, torch.ones_like(output, dtype=new.dtype))
+        factor = repetition[text].to(new.dtype)
+        new[row, seen] = torch.where(new[row, seen] > 0, new[row, seen] / factor, new[row, seen] * factor)
+        new[row] = new[row] - frequency[text].to(new.dtype) * times - presence[text].to(new.dtype) * (times > 0)
+    return new
+
+
 def sample(
     logits: Float[Tensor, "R V"],
     temperature: Float[Tensor, "R"],

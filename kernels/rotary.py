@@ -147,7 +147,7 @@ def _compiles(capability: int) -> tuple[Compile, ...]:
     dtype = dtypes_for(capability)[0]
     pointers = dict.fromkeys(("x", "cos", "sin", "turned"), pointer(dtype)) | {"positions": "*i64"}
     found = []
-    for D in (80, 128, 256):
+    for D in (80, 256):
         tiles = {"HEADS": HEADS, "HALF": power_of_two(D // 2)}
         odd = frozenset({"half"} if D == 80 else ())
         label = f"D={D} {pointers['x'][1:]}"

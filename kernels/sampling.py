@@ -74,9 +74,7 @@ def tile_statistics_kernel(
 @triton.jit
 def uniform(seed: tl.tensor, path: tl.tensor, position: tl.tensor, purpose: tl.tensor) -> tl.tensor:
     """The number of :func:`refimpl.kernels.philox.uniform`, in float64, strictly between 0 and 1."""
-    word, _, _, _ = tl.philox(
-        seed, position.to(tl.int32), purpose.to(tl.int32), path.to(tl.int32), (path >> 32).to(tl.int32)
-    )
+    word, _, _, _ = tl.philox(seed, position.to(tl.int32), purpose, path.to(tl.int32), (path >> 32).to(tl.int32))
     return (word.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
 
 

@@ -170,10 +170,8 @@ def cut_kernel(
             mass -= (count - k) * _mass_at(cut)
         if p < 1.0:
             goal = tl.maximum(tl.ceil(p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
-            least_value = cut
             cut, above = _search(start, V, peak, heat, cut, goal, True, SEARCH_TILE, PIVOTS)
-            enough = tl.cdiv(goal - above, _mass_at(cut))
-            ties = tl.where(cut > least_value, enough, tl.minimum(enough, ties))
+            ties = tl.cdiv(goal - above, _mass_at(cut))  # no more than top_k left: only their mass is in the goal
         cut_id = _keep(start, masses + row * num_tiles, V, peak, heat, cut, ties, TILE)
     tl.store(cuts + row, cut)
     tl.store(cut_ids + row, cut_id)

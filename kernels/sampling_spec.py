@@ -86,7 +86,7 @@ def _distance_from_edge(case: Case, row: int, token: int) -> float:
     if "top_k" in one:
         masses = reference.kept_masses(masses.log(), one["top_k"], one["top_p"].double(), one["min_p"].double())
     cumulative = masses.flatten().cumsum(0) / masses.sum()
-    u = uniform(one["seed"], one["path"], one["position"], Purpose(one["purpose"])).item()
+    u = uniform(one["seed"], one["path"], one["position"], Purpose(int(one["purpose"]))).item()
     start = cumulative[token - 1].item() if token else 0.0
     return max(start - u, u - cumulative[token].item(), 0.0)
 
@@ -129,8 +129,8 @@ SPECS = (
             {"R": 0, "V": 8},
             {"R": 1, "V": 1, "filtered": 1},
             {"R": 6, "V": 333, "gap": 5},
-            {"R": 10, "V": 333, "adjusted": 1, "filtered": 1},
-            {"R": 8, "V": 80, "adjusted": 1, "filtered": 1, "spoilt": 1},
+            {"R": 6, "V": 333, "adjusted": 1, "filtered": 1},
+            {"R": 4, "V": 80, "adjusted": 1, "filtered": 1, "spoilt": 1},
             {"R": 4, "V": TILE + 1},
             {"R": 3, "V": TILE + 1, "filtered": 1},
         ),

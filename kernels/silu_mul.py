@@ -104,7 +104,9 @@ SPECS = (
             {"T": 777, "I": 1536, "gap": 8},
         ),
         tolerance={
-            torch.float32: Tolerance(2e-6, 1e-30, "an exponential of few units in the last place, a quotient, a product"),
+            torch.float32: Tolerance(
+                4e-6, 1e-30, "exp by a power of 2, off by 6e-8 for each unit of gate; a quotient, a product"
+            ),
             torch.bfloat16: Tolerance(1.02 * 2.0**-8, 1e-30, "one rounding"),
             torch.float16: Tolerance(1.02 * 2.0**-11, 2.0**-24, "one rounding; atol: numbers below 2**-14"),
         },

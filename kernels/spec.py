@@ -38,6 +38,7 @@ HOMES: dict[str, str] = {
     "copy_blocks": "kv_blocks",
     "gather_blocks": "kv_blocks",
     "scatter_blocks": "kv_blocks",
+    "penalise": "penalties",
     "sample": "sampling_spec",
     "paged_attention": "attention_specs",
     "flash_attention": "attention_specs",

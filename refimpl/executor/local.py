@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from refimpl.attention import Setting, backend_choice, choose_backend
+from refimpl.attention import AttentionBackend, Setting, backend_choice, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
@@ -59,9 +59,7 @@ class LocalExecutor:
             setting = Setting(checkpoint.config.head_dim, self.device, self.dtype, args.block_size)
             backend = choose_backend(args.attention_backend, setting)
             log.info("attention: %s (%s)", *backend_choice(args.attention_backend, setting))
-            on_device = getattr(backend, "decodes_on_device", False)  # a backend of the user's need not know of it
-            in_graphs = self.device.type == "cuda" and on_device and not args.enforce_eager
-            self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
+            self.graph_sizes = self._graph_sizes(args, backend, max_num_seqs)
             available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
             self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
             self.num_blocks = memory.num_blocks(args.cache_config(), checkpoint.config, self.dtype.itemsize, available)
@@ -106,6 +104,12 @@ class LocalExecutor:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         self._closed = False
         self._process = os.getpid()
+
+    def _graph_sizes(self, args: EngineArgs, backend: AttentionBackend, max_num_seqs: int) -> list[int]:
+        """Numbers of decodes for which CUDA graphs are recorded; none where they cannot be, or are not wanted."""
+        on_device = getattr(backend, "decodes_on_device", False)  # a backend of the user's need not know of it
+        in_graphs = self.device.type == "cuda" and on_device and not args.enforce_eager
+        return graph_sizes(max_num_seqs) if in_graphs else []
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""

@@ -14,8 +14,8 @@ from refimpl.attention.triton_paged import TritonPagedAttention
 from refimpl.kernels.attention_tiles import Target
 
 DEVICE = torch.device("cpu")
-MIXED = [(1, 20), (18, 30), (3, 3), (1, 1), (17, 17)]
-"""Decodes, a chunk and a whole prompt for the prefill kernel, and a short prompt for the decode kernel."""
+MIXED = [(1, 20), (18, 30), (2, 2)]
+"""A decode, a chunk for the prefill kernel, and a short prompt for the decode kernel."""
 
 
 def backend(capability=80, D=16):
@@ -24,11 +24,8 @@ def backend(capability=80, D=16):
 
 @pytest.mark.parametrize("capability", [75, 80])
 def test_a_mixed_step_of_two_layers(capability):
-    case, other = (Case(MIXED, 4, 2, 16, 8, torch.float32, seed=seed) for seed in (0, 1))
+    case = Case(MIXED, 2, 1, 16, 8, torch.float32)
     step = backend(capability).begin_step(case.metadata)
-    for layer in (case, other):
-        layer.table = case.table
-        layer.metadata = case.metadata
     first = case.run(Prepared(step))
     assert_close(first, case.expected(), 2e-5, 4e-6)
     assert_same(case.run(Prepared(step)), first, "the plan serves every layer")
@@ -44,7 +41,7 @@ class Prepared:
         return self.step
 
 
-@pytest.mark.parametrize("lens", [[(1, 9)], [(16, 16), (16, 64)], [(40, 41)]], ids=["decode", "K + 1", "prefill"])
+@pytest.mark.parametrize("lens", [[(1, 9)], [(2, 2), (5, 64)], [(17, 17), (20, 41)]], ids=["decode", "K + 1", "prefill"])
 def test_steps_of_one_kind(lens):
     case = Case(lens, 2, 1, 16, 16, torch.float32)
     assert_close(case.run(backend()), case.expected(), 2e-5, 4e-6)
@@ -64,17 +61,17 @@ def test_padded_rows_read_and_write_nothing():
 
 
 def test_output_and_query_may_have_odd_strides():
-    case = Case([(1, 9), (20, 25)], 2, 1, 16, 8, torch.float32)
+    case = Case([(1, 9), (17, 19)], 2, 1, 16, 8, torch.float32)
     plain = case.run(backend())
-    again = Case([(1, 9), (20, 25)], 2, 1, 16, 8, torch.float32)
-    fused = torch.full((21, 2 * 16 + 5), math.nan)
+    again = Case([(1, 9), (17, 19)], 2, 1, 16, 8, torch.float32)
+    fused = torch.full((18, 2 * 16 + 5), math.nan)
     fused[:, 3:35] = again.query.flatten(1)
     again.query = fused[:, 3:35].unflatten(1, (2, 16))
     assert_same(again.run(backend()), plain)
 
 
 def test_the_engine_draws_the_same_tokens_as_on_torch():
-    prompts = [[5, 6, 7], list(range(3, 23))]  # one for each kernel
+    prompts = [[5, 6], list(range(3, 20))]  # one for each kernel
     sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     tokens = []
     for name in ("torch", "triton"):

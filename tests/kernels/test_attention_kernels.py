@@ -61,7 +61,7 @@ def close(got, expected, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("one_wave", [1, 5, 40])
-@pytest.mark.parametrize("contexts", [[7], [0, 1, 8, 9, 0], [1000, 3, 64, 0], [5] * 9, [0, 0], [4000, 17]])
+@pytest.mark.parametrize("contexts", [[0, 1, 8, 9, 0], [1000, 3, 64, 0], [5] * 9, [0, 0], [4000, 17]])
 def test_splits_cover_every_context_once_in_even_shares(contexts, one_wave):
     S, tile, most = len(contexts), 8, max(contexts) + 100
     plan = plan_splits(ints(*range(S + 1)), ints(*contexts), 1, most, tile, one_wave)
@@ -75,7 +75,8 @@ def test_splits_cover_every_context_once_in_even_shares(contexts, one_wave):
         assert [row[0] for row in own] == [s] * count
         assert [row[3] for row in own] == [count] * count
         edges = [row[1] for row in own] + [context]
-        assert edges[0] == 0 and [row[2] for row in own] == edges[1:]
+        assert edges[0] == 0
+        assert [row[2] for row in own] == edges[1:]
         tiles = [-(-(end - start) // tile) for _, start, end, _ in own]
         assert not tiles or (max(tiles) - min(tiles) <= 1 and min(tiles) > 0)
     assert all(row == [0, 0, 0, 0] for row in rows[used:])
@@ -99,24 +100,22 @@ def test_a_sequence_of_too_many_queries_has_no_split():
 
 @pytest.mark.parametrize(("Hq", "Hkv"), [(9, 3), (6, 1), (7, 1), (8, 8)])
 def test_groups_of_heads_over_several_splits(Hq, Hkv):
-    inputs, expected = inputs_of(S=2, L=37, Hq=Hq, Hkv=Hkv)
-    close(decode(inputs, LARGE), expected)
+    inputs, expected = inputs_of(torch.float16, S=1, L=140, Hq=Hq, Hkv=Hkv)
+    close(decode(inputs, LARGE), expected, torch.float16)
 
 
 def test_a_split_that_early_queries_do_not_reach():
-    """16 queries over 130 keys in splits of 2 tiles of 64: the last split holds two keys, of the last two queries alone."""
-    inputs, expected = inputs_of(torch.float16, S=1, n=16, L=130, Hq=2, Hkv=1)
+    """16 queries over 258 keys in splits of two tiles of 64: the last holds two keys, seen by the last two queries alone."""
+    inputs, expected = inputs_of(torch.float16, S=1, n=16, L=258, Hq=2, Hkv=1)
     close(decode(inputs, LARGE), expected, torch.float16)
-    inputs, expected = inputs_of(S=1, n=16, L=64, Hq=2, Hkv=1)
-    close(decode(inputs, LARGE), expected)
 
 
 @pytest.mark.parametrize("B", [8, 32])
 def test_lengths_around_blocks_by_vector_arithmetic(B):
-    inputs, expected = inputs_of(torch.float16, S=6, L=70, Hq=6, Hkv=2, B=B, ragged=1)
+    inputs, expected = inputs_of(torch.float16, S=6, L=70, Hq=3, Hkv=1, B=B, ragged=1)
     close(decode(inputs, T4), expected, torch.float16)
     assert inputs["seqused_k"][0] == 0
-    assert_same(decode(inputs, T4)[0], torch.zeros(6, 16, dtype=torch.float16, device=DEVICE), "a padded row")
+    assert_same(decode(inputs, T4)[0], torch.zeros(3, 16, dtype=torch.float16, device=DEVICE), "a padded row")
 
 
 def test_sequences_with_more_queries_are_left_alone():
