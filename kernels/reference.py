@@ -9,8 +9,17 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
+
+from refimpl.kernels.philox import Purpose, uniform
+
+GREEDY_BELOW = 1e-5
+"""A temperature under it is greedy."""
+BAD_LOGITS = -2
+"""In place of a token: the row's raw logits hold NaN or +inf, or no finite number at all."""
+NOTHING_LEFT = -3
+"""In place of a token: what was done to the logits took the last finite one."""
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -29,6 +38,14 @@ def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float) ->
     return normed.to(x.dtype) * weight
 
 
+def add_rms_norm(
+    x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
+    """``rms_norm(x + residual)``, and the sum, which is the residual stream after it. The sum is rounded to x's dtype."""
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
 def rotary(
     x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
 ) -> Float[Tensor, "T heads D"]:
@@ -42,10 +59,73 @@ def rotary(
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def rotary_at(
+    x: Float[Tensor, "T heads D"],
+    positions: Int[Tensor, "T"],
+    cos: Float[Tensor, "positions half"],
+    sin: Float[Tensor, "positions half"],
+) -> Float[Tensor, "T heads D"]:
+    """:func:`rotary` by tables that hold every position's cosines and sines."""
+    return rotary(x, cos[positions.long()], sin[positions.long()])
+
+
 def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     """SwiGLU's product (Shazeer 2020): the first half of the columns through SiLU, times the second half."""
     gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def write_kv(
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    k_cache: Float[Tensor, "blocks B Hkv D"],
+    v_cache: Float[Tensor, "blocks B Hkv D"],
+    slot_mapping: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "blocks B Hkv D"], Float[Tensor, "blocks B Hkv D"]]:
+    """New caches, with each token's keys and values at its slot, ``block · B + place``; a slot below 0 is none."""
+    written = slot_mapping >= 0
+    slots = slot_mapping[written].long()
+    places = (slots // k_cache.shape[1], slots % k_cache.shape[1])
+    return k_cache.index_put(places, key[written]), v_cache.index_put(places, value[written])
+
+
+def turn_and_write_kv(
+    query: Float[Tensor, "T Hq D"],
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    positions: Int[Tensor, "T"],
+    cos: Float[Tensor, "positions half"],
+    sin: Float[Tensor, "positions half"],
+    k_cache: Float[Tensor, "blocks B Hkv D"],
+    v_cache: Float[Tensor, "blocks B Hkv D"],
+    slot_mapping: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "T Hq D"], Float[Tensor, "blocks B Hkv D"], Float[Tensor, "blocks B Hkv D"]]:
+    """Turned queries, and new caches with turned keys and values: :func:`rotary_at`, then :func:`write_kv`."""
+    turned = rotary_at(key, positions, cos, sin)
+    return rotary_at(query, positions, cos, sin), *write_kv(turned, value, k_cache, v_cache, slot_mapping)
+
+
+def copy_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], sources: Int[Tensor, "n"], targets: Int[Tensor, "n"]
+) -> Float[Tensor, "pools blocks B Hkv D"]:
+    """New pools, with block ``sources[i]`` of each at ``targets[i]``. Targets are distinct, and none is a source."""
+    return scatter_blocks(pools, targets, gather_blocks(pools, sources))
+
+
+def gather_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], block_ids: Int[Tensor, "n"]
+) -> Float[Tensor, "n pools B Hkv D"]:
+    """Some blocks of every pool, block by block."""
+    return pools[:, block_ids.long()].transpose(0, 1)
+
+
+def scatter_blocks(
+    pools: Float[Tensor, "pools blocks B Hkv D"], block_ids: Int[Tensor, "n"], staging: Float[Tensor, "n pools B Hkv D"]
+) -> Float[Tensor, "pools blocks B Hkv D"]:
+    """New pools, with ``staging[i]`` at block ``block_ids[i]`` of each; ids are distinct."""
+    new = pools.clone()
+    new[:, block_ids.long()] = staging.transpose(0, 1)
+    return new
 
 
 def paged_attention(
@@ -77,3 +157,83 @@ def paged_attention(
         weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
         output[first:last] = torch.einsum("kgnl,lkd->nkgd", weights, values).flatten(1, 2).to(query.dtype)
     return output
+
+
+def penalise(
+    logits: Float[Tensor, "R V"],
+    rows: Int64[Tensor, "A"],
+    token_ids: Int64[Tensor, "A L"],
+    num_prompt_tokens: Int64[Tensor, "A"],
+    num_tokens: Int64[Tensor, "A"],
+    presence: Float[Tensor, "A"],
+    frequency: Float[Tensor, "A"],
+    repetition: Float[Tensor, "A"],
+) -> Float[Tensor, "R V"]:
+    """New logits, with the penalties of each text on its row. What lies behind ``num_tokens`` is not read.
+
+    ``repetition`` divides positive logits and multiplies others, of every token in prompt or output (Keskar et al. 2019,
+    "CTRL"). ``frequency`` is taken off for each time that the output holds a token, ``presence`` once (OpenAI's API).
+    """
+    new = at_least_float32(logits).clone()
+    for text, row in enumerate(rows.tolist()):
+        ids = token_ids[text, : int(num_tokens[text])]
+        seen, output = ids.unique(), ids[int(num_prompt_tokens[text]) :]
+        times = torch.zeros_like(new[row]).scatter_add(0, output, torch.ones_like(output, dtype=new.dtype))
+        factor = repetition[text].to(new.dtype)
+        new[row, seen] = torch.where(new[row, seen] > 0, new[row, seen] / factor, new[row, seen] * factor)
+        new[row] = new[row] - frequency[text].to(new.dtype) * times - presence[text].to(new.dtype) * (times > 0)
+    return new
+
+
+def sample(
+    logits: Float[Tensor, "R V"],
+    temperature: Float[Tensor, "R"],
+    seed: Int64[Tensor, "R"],
+    path: Int64[Tensor, "R"],
+    position: Int64[Tensor, "R"],
+    purpose: int,
+    raw: Float[Tensor, "R V"] | None = None,
+    top_k: Int64[Tensor, "R"] | None = None,
+    top_p: Float[Tensor, "R"] | None = None,
+    min_p: Float[Tensor, "R"] | None = None,
+) -> tuple[Int64[Tensor, "R"], Float[Tensor, "R"]]:
+    """A token of each row, and its log-probability by the raw logits that ``logits`` were made of (the same, if not given).
+
+    Greedy rows take the argmax, the lowest id where several tie. Others take the first token, in the order of the
+    vocabulary, whose cumulative probability exceeds the row's uniform number times the total; probabilities are those of
+    :func:`kept_masses`. Rows without a finite peak get ``BAD_LOGITS`` or ``NOTHING_LEFT``, and NaN.
+    """
+    logits = at_least_float32(logits)
+    raw = logits if raw is None else at_least_float32(raw)
+    peak = logits.amax(-1, keepdim=True)
+    random = temperature >= GREEDY_BELOW
+    scaled = (logits - peak) / torch.where(random, temperature, 1).to(logits.dtype).unsqueeze(-1)
+    masses = scaled.exp() if top_k is None or top_p is None or min_p is None else kept_masses(scaled, top_k, top_p, min_p)
+    cumulative = masses.cumsum(-1, dtype=torch.float64)
+    threshold = uniform(seed, path, position, Purpose(purpose)) * cumulative[:, -1]
+    drawn = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    token_ids = torch.where(random, drawn, logits.argmax(-1))
+    logprobs = raw.log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    for peaks, refusal in ((peak.squeeze(-1), NOTHING_LEFT), (raw.amax(-1), BAD_LOGITS)):
+        token_ids = torch.where(peaks.isfinite(), token_ids, refusal)
+    return token_ids, torch.where(token_ids >= 0, logprobs, math.nan)
+
+
+def kept_masses(
+    scaled: Float[Tensor, "R V"], top_k: Int64[Tensor, "R"], top_p: Float[Tensor, "R"], min_p: Float[Tensor, "R"]
+) -> Float[Tensor, "R V"]:
+    """Probabilities up to a factor, after the filters, of scaled logits whose largest is 0.
+
+    Dropped are, in turn: tokens less probable than ``min_p`` times the most probable; all but the ``top_k`` most probable
+    (under 1: none); all but the fewest of those whose share of their mass reaches ``top_p``. Where probabilities tie, the
+    lower id counts as the more probable.
+    """
+    V = scaled.shape[-1]
+    kept = scaled.masked_fill(scaled < min_p.to(scaled.dtype).log().unsqueeze(-1), -math.inf)
+    values, ids = kept.sort(dim=-1, descending=True, stable=True)
+    limit = torch.where((top_k < 1) | (top_k > V), V, top_k).unsqueeze(-1)
+    masses = values.exp().masked_fill(torch.arange(V, device=scaled.device) >= limit, 0)
+    cumulative = masses.cumsum(-1, dtype=torch.float64)
+    before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
+    short = (before < top_p.double().unsqueeze(-1) * cumulative[:, -1:]) | (top_p >= 1).unsqueeze(-1)
+    return torch.zeros_like(scaled).scatter(-1, ids, masses * short)

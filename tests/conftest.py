@@ -10,6 +10,10 @@ import counts
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Kernels run by Triton's interpreter. Triton reads this once, and transformers imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_collection_finish():
     """An engine collects garbage when it closes; what the imports made need not be looked through each time."""

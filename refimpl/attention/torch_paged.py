@@ -72,12 +72,12 @@ class Group:
     """(tile, position) of gathered slots beyond their tile's context: whatever lies there, even NaN, must not be read."""
 
 
-def cut_tiles(query_lens: list[int], seqused_k: list[int], whole_prompts: bool = False) -> Tiles:
+def cut_tiles(query_lens: list[int], context_lens: list[int], whole_prompts: bool = False) -> Tiles:
     """The tiles of a step's sequences, in the order of their tokens.
 
     ``whole_prompts``: sequences that begin in this step are one tile each.
     """
-    queries, contexts = np.array(query_lens), np.array(seqused_k)
+    queries, contexts = np.array(query_lens), np.array(context_lens)
     most = np.where(whole_prompts & (queries == contexts), np.maximum(queries, 1), QUERIES_PER_TILE)
     tiles = -(-queries // most)
     sequences = np.repeat(np.arange(len(queries)), tiles)
@@ -135,7 +135,7 @@ class TorchPagedStep:
         self._scale = softmax_scale
         self._scratch = scratch
         whole_prompts = metadata.block_table.device.type == "cpu"
-        tiles = cut_tiles(metadata.query_lens, metadata.seqused_k, whole_prompts)
+        tiles = cut_tiles(metadata.query_lens, metadata.context_lens, whole_prompts)
         self._groups = [make_group(group, metadata) for group in group_tiles(tiles)]
         self._masks: list[Tensor | None] | None = None
 

@@ -253,6 +253,21 @@ def beam(
 
 
 @bench.command()
+def kernels(
+    names: Annotated[list[str] | None, typer.Argument(help="Kernels to measure; all, if none is named.")] = None,
+    *,
+    repeats: Annotated[int, typer.Option(help="Replays of which the median is taken.")] = 20,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """Every GPU kernel: microseconds, bytes, and its share of the ceiling measured in the same run. Needs a GPU."""
+    from refimpl.bench.kernels import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(names or (), repeats=repeats), as_json, save)
+
+
+@bench.command()
 def report(
     readme: Annotated[Path, typer.Option(help="The file whose tables are rendered.")] = Path("README.md"),
     claims: Annotated[Path, typer.Option(help="The claims page, which is written anew.")] = Path("notebooks/CLAIMS.md"),

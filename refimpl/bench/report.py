@@ -215,6 +215,23 @@ def _beam(result: dict[str, Any]) -> str:
     )
 
 
+def _kernels(result: dict[str, Any]) -> str:
+    ceilings = result["results"]["ceilings"]
+    head = "| kernel | shape | dtype | µs | MB | share of the ceiling |\n|---|---|---|---|---|---|\n"
+    rows = ""
+    for row in result["results"]["kernels"]:
+        shape = ", ".join(f"{axis} {size:,}" for axis, size in row["shape"].items())
+        warm = "" if row["cold"] else " (from the cache)"
+        rows += f"| {row['kernel']} | {shape} | {row['dtype']} | {row['microseconds']:,.1f} | {row['bytes'] / 1e6:,.2f} | "
+        rows += f"{row['share']:.0%}{warm} |\n"
+    told = (
+        f"\nCeilings of this run: {ceilings['read_bytes_per_second'] / 1e12:.2f} TB/s read, "
+        f"{ceilings['copy_bytes_per_second'] / 1e12:.2f} TB/s copied, {ceilings['flops_per_second'] / 1e12:,.0f} TFLOP/s in "
+        f"16 bits; a launch that does nothing takes {ceilings['launch_microseconds']:.1f} µs.\n"
+    )
+    return head + rows + told + caption(result)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": _recompute,
     "sharing": _sharing,
@@ -226,5 +243,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": _overhead,
     "swap": _swap,
     "beam": _beam,
+    "kernels": _kernels,
 }
 """How each topic's result becomes a Markdown table."""

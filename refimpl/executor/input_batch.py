@@ -15,20 +15,32 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
+from refimpl.executor.pending import PendingOutput
 from refimpl.executor.readout import Read, Readout
-from refimpl.outputs import NO_TOKEN, Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
 from refimpl.row_extras import RowExtras
 from refimpl.sampling.sampler import SamplingRows
 from refimpl.sampling.slots import SamplingSlots
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """What the model and the sampler need for one step."""
+class ModelInputs:
+    """What the model needs for one step, on its device."""
 
     input_ids: Int64[Tensor, "T"]
     positions: Int64[Tensor, "T"]
     attention: AttentionMetadata
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What is to be done in one step: which rows, how far, and who of them draws."""
+
+    row_slots: np.ndarray
+    """The slot of each row of the batch."""
+    contexts: np.ndarray
+    """How far each row's sequence is computed after the step."""
+    one_token_each: bool
     drawing: list[int]
     """Rows of the batch that have caught up with their last token, and draw the next."""
     last_tokens: Int64[Tensor, "distinct"]
@@ -36,6 +48,7 @@ class StepInputs:
     logits_row: Int64[Tensor, "R"] | None
     """Which of these each of them draws from; None where it is one each. Samples that begin together share one."""
     slots: Int64[Tensor, "R"]
+    """Of the rows that draw."""
     sampling: SamplingRows
     logprobs: dict[int, int]
     """How many most probable tokens are reported beside the one drawn, for those of the drawing rows that ask."""
@@ -65,10 +78,10 @@ class _Rows:
     slots: np.ndarray
     counts: np.ndarray
     query_lens: list[int]
+    one_token_each: bool
     offsets: np.ndarray
     """Where each row's tokens begin in the flat batch."""
     slots_on_device: Int64[Tensor, "S"]
-    slot_of_token: np.ndarray
     place_in_row: np.ndarray
     """Of each token, counted from 0."""
     first_token_id: Int64[Tensor, "T"]
@@ -135,19 +148,12 @@ class InputBatch:
         rows = self._rows
         starts = self.num_computed_tokens[rows.slots]
         contexts = starts + rows.counts
-        positions = self._to_device(self.num_computed_tokens[rows.slot_of_token] + rows.place_in_row)
         self.num_computed_tokens[rows.slots] = contexts
         drawing = self._draw(rows, contexts == self.num_tokens[rows.slots])
         return StepInputs(
-            input_ids=self.token_ids.view(-1).index_select(0, rows.first_token_id + positions),
-            positions=positions,
-            attention=AttentionMetadata(
-                query_lens=rows.query_lens,
-                seqused_k=contexts.tolist(),
-                block_size=self.block_size,
-                block_table=self.block_table[rows.slots_on_device, : -(-int(contexts.max()) // self.block_size)],
-                slot_mapping=self._slot_mapping(rows.first_block, positions),
-            ),
+            row_slots=rows.slots,
+            contexts=contexts,
+            one_token_each=rows.one_token_each,
             drawing=drawing.rows,
             last_tokens=drawing.last_tokens,
             logits_row=drawing.logits_row,
@@ -155,6 +161,25 @@ class InputBatch:
             sampling=self.sampling.at(drawing.sampling, drawing.slots, self.num_tokens[drawing.slots], self.token_ids),
             logprobs=self.readout.logprob_counts(drawing.slots),
             reads=self.readout.reads(rows.slots, starts, rows.counts, rows.offsets),
+        )
+
+    def model_inputs(self, inputs: StepInputs) -> ModelInputs:
+        """The tokens of the step that was prepared last, for the model."""
+        rows = self._rows
+        assert rows is not None
+        assert rows.slots is inputs.row_slots, "another step was prepared since"
+        starts = np.repeat(inputs.contexts - rows.counts, rows.counts)
+        positions = self._to_device(starts + rows.place_in_row)
+        return ModelInputs(
+            input_ids=self.token_ids.view(-1).index_select(0, rows.first_token_id + positions),
+            positions=positions,
+            attention=AttentionMetadata.of(
+                query_lens=rows.query_lens,
+                context_lens=inputs.contexts.tolist(),
+                block_size=self.block_size,
+                block_table=self.block_table[rows.slots_on_device, : -(-int(inputs.contexts.max()) // self.block_size)],
+                slot_mapping=self._slot_mapping(rows.first_block, positions),
+            ),
         )
 
     def _make_rows(self, batch: Batch) -> _Rows:
@@ -166,9 +191,9 @@ class InputBatch:
             slots=slots,
             counts=counts,
             query_lens=counts.tolist(),
+            one_token_each=bool((counts == 1).all()),
             offsets=offsets,
             slots_on_device=self._to_device(slots),
-            slot_of_token=slot_of_token,
             place_in_row=np.arange(len(slot_of_token)) - np.repeat(offsets, counts),
             first_token_id=self._to_device(slot_of_token * self.token_ids.shape[1]),
             first_block=self._to_device(slot_of_token * self.block_table.shape[1]),
@@ -199,19 +224,14 @@ class InputBatch:
         block_ids = self.block_table.view(-1).index_select(0, first_block + positions // self.block_size)
         return block_ids.long() * self.block_size + positions % self.block_size
 
-    def commit(
-        self, inputs: StepInputs, num_rows: int, token_ids: Int64[Tensor, "R"], extras: dict[int, RowExtras]
-    ) -> ModelRunnerOutput:
-        """Append the tokens drawn to their sequences, on the device, and bring their ids to the host."""
+    def commit(self, inputs: StepInputs, token_ids: Int64[Tensor, "R"], extras: dict[int, RowExtras]) -> PendingOutput:
+        """Append the tokens drawn to their sequences, on the device, and have their ids brought to the host."""
+        num_rows = len(inputs.row_slots)
         if not inputs.drawing:
-            return ModelRunnerOutput((NO_TOKEN,) * num_rows, extras)
+            return PendingOutput(num_rows, [], None, extras)
         self.token_ids[inputs.slots, inputs.sampling.position] = token_ids.clamp(min=0)
-        self.num_tokens[inputs.slots.cpu().numpy()] += 1
-        if len(inputs.drawing) == num_rows:
-            return ModelRunnerOutput(tuple(token_ids.tolist()), extras)
-        drawn = np.full(num_rows, NO_TOKEN)
-        drawn[inputs.drawing] = token_ids.cpu().numpy()
-        return ModelRunnerOutput(tuple(drawn.tolist()), extras)
+        self.num_tokens[inputs.row_slots[inputs.drawing]] += 1
+        return PendingOutput(num_rows, inputs.drawing, token_ids, extras)
 
     def _to_device(self, array: np.ndarray) -> Int64[Tensor, "size"]:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)

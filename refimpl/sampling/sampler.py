@@ -26,6 +26,7 @@ from torch import Tensor
 
 from refimpl.kernels.philox import Purpose, uniform
 from refimpl.kernels.reference import at_least_float32
+from refimpl.layers.by_triton import by_triton
 from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT
 from refimpl.sampling.adjustments import Adjustments, adjust
 from refimpl.sampling.filters import HEAD, kept_by_head, min_p_filter
@@ -80,6 +81,8 @@ class Sampler:
         """One token a row. Greedy rows take the argmax, the lowest id where several tie; 16 bits are widened to float32."""
         raw = at_least_float32(logits)
         logits, failures = (raw, {}) if rows.adjustments is None else adjust(raw, rows.adjustments)
+        if by_triton(raw):
+            return Sampled(_by_kernel(logits, raw, rows), failures)
         all_random = len(rows.whole) + len(rows.ranked) == len(logits)
         token_ids = rows.position.clone() if all_random else argmax(logits)
         if rows.whole:
@@ -102,6 +105,18 @@ class Sampler:
             self.num_rows_beyond_head += len(kept.rows) * (kept.ids.shape[-1] > HEAD)
             self.num_rows_sorted += len(kept.rows) * kept.was_sorted
         return token_ids
+
+
+def _by_kernel(logits: Float[Tensor, "R V"], raw: Float[Tensor, "R V"], rows: SamplingRows) -> Int64[Tensor, "R"]:
+    """The same law, failures included, in two or three launches that the host does not wait for."""
+    from refimpl.kernels.sampling import sample
+
+    filters = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p} if rows.ranked or rows.min_p_on else {}
+    adjusted = None if logits is raw else raw
+    token_ids, _ = sample(
+        logits, rows.temperature, rows.seed, rows.path, rows.position, Purpose.TARGET, raw=adjusted, **filters
+    )
+    return token_ids
 
 
 Chosen = Int64[Tensor, "chosen"] | slice
