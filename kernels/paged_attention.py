@@ -105,7 +105,8 @@ def decode_kernel(
         slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR,
     )  # fmt: skip
     # A later query's split may hold nothing that an earlier query sees: its average is 0 there, with weight 2^−inf.
-    average = attended / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
+    average = attended / row_sum[:, None]
     if splits == 1:
         store_rows(out + (token * HEADS + head) * HEAD_DIM, average, real, HEAD_DIM, TILE_D)
     else:
