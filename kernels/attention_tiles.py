@@ -39,9 +39,12 @@ LOG2_E = math.log2(math.e)
 def load_block_ids(
     table: tl.tensor, first_key: tl.tensor, context: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr
 ) -> tl.tensor:
-    """The block of each key of a tile, ``[N]``; the null block beyond the context."""
-    positions = first_key + tl.arange(0, TILE_N)
-    return tl.load(table + positions // BLOCK_SIZE, mask=positions < context, other=0)
+    """The block of each key of a tile, ``[N]``, or the one block that a tile lies in; the null block beyond the context."""
+    if BLOCK_SIZE >= TILE_N:
+        return tl.load(table + first_key // BLOCK_SIZE, mask=first_key < context, other=0)
+    else:
+        positions = first_key + tl.arange(0, TILE_N)
+        return tl.load(table + positions // BLOCK_SIZE, mask=positions < context, other=0)
 
 
 @triton.jit
