@@ -97,7 +97,7 @@ def test_reference_is_the_sampler():
     """The twin's definition by a full sort draws what the engine draws, over many rows."""
     logits, parameters = rows_of(300, 50, seed=9)
     token_ids, logprobs = reference.sample(logits, purpose=philox.Purpose.TARGET, **parameters)
-    assert token_ids.tolist() == Sampler().sample(logits, rows).token_ids.tolist()
+    assert token_ids.tolist() == Sampler().sample(logits, sampling_rows(parameters)).token_ids.tolist()
     assert_close(
         logprobs, logits.double().log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).flatten(), rtol=1e-6, atol=1e-5
     )
