@@ -40,6 +40,8 @@ HOMES: dict[str, str] = {
     "scatter_blocks": "kv_blocks",
     "penalise": "penalties",
     "sample": "sampling_spec",
+    "paged_attention": "attention_specs",
+    "flash_attention": "attention_specs",
 }
 """The file of ``kernels/`` that each kernel stands in."""
 

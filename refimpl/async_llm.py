@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from refimpl.beam_params import BeamSearchParams
 from refimpl.cache import Violation
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RefimplError
 from refimpl.intake import PreparedRequest
-from refimpl.llm import Prompt, unwrap
+from refimpl.llm import Prompt, check_drawing, check_search, unwrap
 from refimpl.memory_report import MemoryReport
 from refimpl.outputs import RequestOutput
 from refimpl.sampling_params import SamplingParams
@@ -170,8 +171,32 @@ class AsyncLLM:
 
         """
         self.engine.check_open()
+        check_drawing(sampling_params)
         given = unwrap(prompt)
         return self._stream(given, sampling_params, request_id, priority=priority, cache_salt=cache_salt, user=user)
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        user: str | None = None,
+    ) -> RequestStream:
+        """Search for the most probable outputs of one prompt: ``output = await llm.beam_search(…)``.
+
+        ``beam_width`` outputs, best first, as :meth:`refimpl.LLM.beam_search` gives them. A search says nothing until its
+        end, so ``async for`` gives the one output too. Whoever leaves it aborts all of its beams.
+
+        Raises:
+            RequestError: as with :meth:`generate`.
+
+        """
+        self.engine.check_open()
+        check_search(params)
+        return self._stream(unwrap(prompt), params, request_id, priority=priority, cache_salt=cache_salt, user=user)
 
     def chat(
         self,
@@ -191,11 +216,16 @@ class AsyncLLM:
 
         """
         self.engine.check_open()
+        check_drawing(sampling_params)
         prompt = self.engine.tokenizer.apply_chat_template(messages, add_generation_prompt)
         return self._stream(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, user=user)
 
     def _stream(
-        self, prompt: str | list[int], params: SamplingParams | None, request_id: str | None, **options: Any
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | BeamSearchParams | None,
+        request_id: str | None,
+        **options: Any,
     ) -> RequestStream:
         chosen = self._new_id() if request_id is None else request_id
         params = SamplingParams() if params is None else params

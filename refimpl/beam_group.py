@@ -9,9 +9,9 @@ among the first W; the first W others go on. Log-probabilities are summed in flo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from refimpl.beam_params import BeamSearchParams
 
@@ -42,23 +42,58 @@ class Hypothesis:
     reason: Literal["stop", "length"]
 
 
+class Endings(Protocol):
+    """Tells which continuations end a text. Like the search, it knows what each running beam has drawn."""
+
+    stop_ids: frozenset[int]
+    """Ids that end any text."""
+
+    def ends(self, continuation: Continuation) -> bool:
+        """Whether the beam's text ends with that token."""
+
+    def go_on(self, continuations: Sequence[Continuation]) -> None:
+        """These are the beams that run from here on, best first."""
+
+
+class StopIds:
+    """Where nothing but ids ends a text."""
+
+    def __init__(self, stop_ids: frozenset[int]) -> None:
+        self.stop_ids = stop_ids
+
+    def ends(self, continuation: Continuation) -> bool:
+        """Whether it is one of the ids."""
+        return continuation.token_id in self.stop_ids
+
+    def go_on(self, continuations: Sequence[Continuation]) -> None:
+        """Nothing is to be remembered."""
+
+
+def num_candidates(width: int, stop_ids: frozenset[int]) -> int:
+    """Proposals that a beam must make, and continuations that are looked at: W are left to go on, whichever ids end a text.
+
+    How many a stop string ends is not known before. Where it ends so many that fewer than W are left, fewer go on.
+    """
+    return max(2, 1 + len(stop_ids)) * width
+
+
 class BeamGroup:
     """The state of one search.
 
     Args:
         params: how to search.
         max_tokens: the most output tokens, where the context ends before ``params.max_tokens``.
-        num_stop_ids: ids that end a text; so many more continuations a beam are looked at, so that W are left to go on.
+        endings: what ends a text.
         first_sequence_id: of the ids that are set aside for the beams and the hypotheses.
 
     """
 
-    def __init__(self, params: BeamSearchParams, max_tokens: int, num_stop_ids: int, first_sequence_id: int) -> None:
+    def __init__(self, params: BeamSearchParams, max_tokens: int, endings: Endings, first_sequence_id: int) -> None:
         self.params = params
         self.width = params.beam_width
         self.max_tokens = max_tokens
-        self.num_candidates = max(2, 1 + num_stop_ids) * self.width
-        """Proposals that a beam must make, and continuations that are looked at."""
+        self.endings = endings
+        self.num_candidates = num_candidates(self.width, endings.stop_ids)
         self.finished: list[Hypothesis] = []
         """The best ``width`` finished ones, best first."""
         self.done = False
@@ -82,12 +117,11 @@ class BeamGroup:
         self._num_taken += 1
         return self._num_taken - 1
 
-    def advance(self, proposals: Sequence[Proposals], ends: Callable[[int], bool]) -> list[Continuation]:
+    def advance(self, proposals: Sequence[Proposals]) -> list[Continuation]:
         """Take one step: from the proposals of each running beam to the beams that run from here on, best first.
 
         Args:
             proposals: of each beam, in the order in which they were returned last (at first there is one).
-            ends: whether a text ends with a token.
 
         Returns:
             The next beams; none when the search is done.
@@ -98,7 +132,7 @@ class BeamGroup:
         at_limit = length >= self.max_tokens
         going, ended = [], []
         for rank, continuation in enumerate(best):
-            stops = ends(continuation.token_id)
+            stops = self.endings.ends(continuation)
             if (stops or at_limit) and rank < self.width:
                 ended.append(self._hypothesis(continuation, length, "stop" if stops else "length"))
             if not stops and not at_limit:
@@ -106,6 +140,7 @@ class BeamGroup:
         if not (self.params.early_stopping is True and len(self.finished) == self.width):
             self.finished = heapq.nlargest(self.width, self.finished + ended, key=lambda hypothesis: hypothesis.score)
         going = going[: self.width]
+        self.endings.go_on(going)
         self._outputs = [(*self._outputs[c.beam], c.token_id) for c in going]
         self._logprobs = [c.logprob for c in going]
         self.done = not going or self._cannot_improve(length)

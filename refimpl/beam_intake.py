@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from refimpl.beam_group import BeamGroup
+from refimpl.beam_endings import StopStrings
+from refimpl.beam_group import BeamGroup, StopIds, num_candidates
 from refimpl.beam_params import BeamSearchParams
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.errors import SamplingParamsError
 from refimpl.sampling_params import SamplingParams
+from refimpl.tokenizer.text_stream import TextStream
+from refimpl.tokenizer.tokenizer import Tokenizer
 
 
 class BeamIntake:
     """Makes the searches of one engine."""
 
-    def __init__(self, model: ModelConfig, args: EngineArgs) -> None:
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, args: EngineArgs) -> None:
+        self._tokenizer = tokenizer
         self._model = model
         self._max_num_seqs, _ = args.step_limits()
         self._static = args.scheduler == "static"
@@ -38,7 +42,9 @@ class BeamIntake:
         return SamplingParams(
             temperature=0,
             max_tokens=params.max_tokens,
+            stop=params.stop,
             stop_token_ids=params.stop_token_ids,
+            include_stop_str_in_output=params.include_stop_str_in_output,
             ignore_eos=params.ignore_eos,
             skip_special_tokens=params.skip_special_tokens,
             output_kind="final_only",
@@ -46,9 +52,16 @@ class BeamIntake:
 
     def num_proposals(self, params: BeamSearchParams) -> int:
         """Log-probabilities that a row of a search must send back."""
-        return min(self.group(params, params.max_tokens, 0).num_candidates, self._model.vocab_size)
+        return min(num_candidates(params.beam_width, self._stop_ids(params)), self._model.vocab_size)
 
-    def group(self, params: BeamSearchParams, max_tokens: int, first_sequence_id: int) -> BeamGroup:
-        """A search at its beginning."""
+    def group(
+        self, params: BeamSearchParams, drawing: SamplingParams, prompt: list[int], max_tokens: int, first_sequence_id: int
+    ) -> BeamGroup:
+        """A search at its beginning; the arguments are those of the group, and what makes its text."""
+        stop_ids = self._stop_ids(params)
+        endings = StopStrings(stop_ids, TextStream(self._tokenizer, drawing, prompt)) if params.stop else StopIds(stop_ids)
+        return BeamGroup(params, max_tokens, endings, first_sequence_id)
+
+    def _stop_ids(self, params: BeamSearchParams) -> frozenset[int]:
         eos = () if params.ignore_eos else self._model.eos_token_ids
-        return BeamGroup(params, max_tokens, len({*eos, *params.stop_token_ids}), first_sequence_id)
+        return frozenset({*eos, *params.stop_token_ids})

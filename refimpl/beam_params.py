@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
-from typing import Any, Literal
+import math
+from typing import Literal
 
 import msgspec
 
-from refimpl.errors import SamplingParamsError
+from refimpl.field_checks import FieldChecks, NamesItsFields
 
 WIDEST = 256
 """The widest beam: what a step computes for one request."""
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=NamesItsFields):
     """How to search for the most probable outputs of one prompt; checked when made.
 
     Raises:
@@ -30,31 +30,27 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     early_stopping: bool | Literal["never"] = False
     """When to stop with ``beam_width`` finished hypotheses: True, at once; False, when none that runs would score higher if
     it ended now; "never", when none could even at its longest."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a hypothesis: it is finished with the token that completes the first of them in its text, and is scored
+    with all of its tokens, like one that a stop id ends. The text is cut before the stop string. A single string is one."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a hypothesis, besides the model's own end-of-sequence ids."""
+    """Ids that end a hypothesis, besides the model's own end-of-sequence ids. The id stays in ``token_ids``; it has no
+    text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the id that ended a hypothesis, at the end of the text."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, allowed: str) -> None:
-            if not ok:
-                raise SamplingParamsError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
-
-        def is_int(value: Any, least: int) -> bool:
-            return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
-
-        def is_number(value: Any, most: float) -> bool:
-            return not isinstance(value, bool) and isinstance(value, Real) and abs(float(value)) <= most
-
-        width = self.beam_width
-        check(is_int(width, 1) and width <= WIDEST, "beam_width", f"a whole number from 1 to {WIDEST}")
-        check(is_int(self.max_tokens, 1), "max_tokens", "a whole number, 1 or more")
-        check(is_number(self.length_penalty, 100), "length_penalty", "a number from -100 to 100")
-        check(self.early_stopping in (True, False, "never"), "early_stopping", "True, False or 'never'")
-        ids = self.stop_token_ids
-        check(isinstance(ids, tuple | list) and all(is_int(i, 0) for i in ids), "stop_token_ids", "a list of token ids")
-        for name in ("ignore_eos", "skip_special_tokens"):
-            check(isinstance(getattr(self, name), bool), name, "True or False")
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(map(int, ids)))
+        check = FieldChecks(self)
+        check.whole("beam_width", 1, WIDEST)
+        check.whole("max_tokens", 1, math.inf, "a whole number, 1 or more")
+        check.number("length_penalty", -100, 100)
+        check.that(
+            "early_stopping", lambda value: value is True or value is False or value == "never", "True, False or 'never'"
+        )
+        check.texts("stop", "a text or a list of texts, none of them empty", str.__len__)
+        check.ids("stop_token_ids")
+        check.flags("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from refimpl.cli_options import with_engine_options
+from refimpl.cli_options import with_engine_options, with_sampling_options
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError, RequestError
 
@@ -163,16 +163,14 @@ def _file(argument: str, command: str) -> Path:
 
 
 @with_engine_options
+@with_sampling_options(but=("logprobs", "prompt_logprobs"), max_tokens=1024, temperature=0.7, top_p=0.95)
 def chat(
     *,
     named: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     load: Annotated[Path | None, typer.Option(help="Go on with the messages of this file (/save writes one).")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the most probable tokens of this mass.")] = 0.95,
-    top_k: Annotated[int, typer.Option(help="Draw from this many of the most probable tokens; 0: all.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 1024,
     verbose: Annotated[bool, typer.Option("--verbose", help="After each answer, what it took.")] = False,
+    sampling_options: dict[str, Any],
     engine_options: dict[str, Any],
 ) -> None:
     """Talk with a model; answers come as they are drawn. /help lists the commands.
@@ -183,7 +181,7 @@ def chat(
 
     if named is not None:
         engine_options["model"] = named
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens)
+    params = SamplingParams(**sampling_options)
     args = EngineArgs.from_options(engine_options)  # wrong options fail before torch is imported
     from refimpl.chat import Chat, read_messages
     from refimpl.engine import Engine

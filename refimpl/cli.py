@@ -16,7 +16,7 @@ import typer
 
 from refimpl.bench.commands import bench
 from refimpl.chat_command import chat as chat_command
-from refimpl.cli_options import with_engine_options
+from refimpl.cli_options import with_engine_options, with_sampling_options
 from refimpl.cli_output import GenerateCommand
 from refimpl.cli_simulate import NOT_SIMULATED, simulate
 from refimpl.config import EngineArgs
@@ -73,6 +73,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 @app.command()
 @with_engine_options
+@with_sampling_options(max_tokens=64, temperature=0.0)
 def generate(
     *,
     prompts: Annotated[
@@ -85,21 +86,11 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt as a user's message through the chat template.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the most probable token; 1 is the model's own distribution.")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most probable tokens of this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from this many of the most probable tokens; 0: all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens under this share of the most probable one's probability.")] = 0.0,
     n: Annotated[int, typer.Option(help="Samples of each prompt.")] = 1,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End a text where this appears, which is left out; may be given several times.")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout, and nothing else.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Tell each request's story on stderr.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Draw blocks and batches on stderr while they change.")] = False,
+    sampling_options: dict[str, Any],
     engine_options: dict[str, Any],
 ) -> None:
     """Generate text for prompts, batched through the engine.
@@ -109,16 +100,9 @@ def generate(
     from refimpl.sampling_params import SamplingParams
 
     listed = _all_prompts(prompts, prompts_file)
-    params = SamplingParams(
-        n=n,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    params = SamplingParams(n=n, **sampling_options)
+    if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
+        raise RefimplError("--logprobs and --prompt-logprobs are printed with --json; add it, or leave them out")
     EngineArgs.from_options(engine_options)  # wrong options fail before torch is imported
     from refimpl.llm import LLM
 

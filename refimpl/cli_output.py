@@ -129,6 +129,11 @@ def _conversation(prompt: Any) -> list[dict[str, str]]:
     return [{"role": "user", "content": _text(prompt)}]
 
 
+def _logprobs(tokens: Any, name: str = "logprobs", **beside: Any) -> dict[str, Any]:
+    """The keys of log-probabilities, where they were asked for: for each token, by id."""
+    return {} if tokens is None else {name: msgspec.to_builtins(tokens, str_keys=True), **beside}
+
+
 def _json_object(output: Any, given: Any) -> dict[str, Any]:
     metrics = output.metrics
     return {
@@ -141,9 +146,11 @@ def _json_object(output: Any, given: Any) -> dict[str, Any]:
                 "token_ids": sample.token_ids,
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
+                **_logprobs(sample.logprobs, cumulative_logprob=sample.cumulative_logprob),
             }
             for sample in output.outputs
         ],
+        **_logprobs(output.prompt_logprobs, "prompt_logprobs"),
         "metrics": {
             "arrival_time": metrics.arrival_time,
             "first_scheduled_time": metrics.first_scheduled_time,

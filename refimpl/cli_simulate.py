@@ -52,7 +52,9 @@ def simulate(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Keep the prefix cache's books; these prompts have nothing in common.")
     ] = False,
-    price: Annotated[float | None, typer.Option(help="US dollars for a device and hour; default: the table's.")] = None,
+    price: Annotated[
+        float | None, typer.Option(help="US dollars for a device and hour; default: assumed, as the output says.")
+    ] = None,
     save_log: Annotated[
         Path | None, typer.Option(help="Write the event log here (.jsonl or .jsonl.gz), for widgets.")
     ] = None,
@@ -76,7 +78,7 @@ def simulate(
     bar = tqdm(total=len(coming), desc="simulating", unit="request", leave=False, disable=not show_bar)
     with bar, _saving(simulation.events, save_log):
         figures = simulation.run(bar.update)
-    setting = _setting(simulation, source)
+    setting = _setting(simulation, source, price is not None)
     if as_json:
         print(json.dumps(figures | {"setting": setting}))  # noqa: T201
     else:
@@ -130,7 +132,7 @@ def _saving(events: EventLog, path: Path | None) -> Iterator[None]:
         raise RefimplError(f"{path} cannot be written: {failures[0]}")
 
 
-def _setting(simulation: Simulation, source: str) -> dict[str, Any]:
+def _setting(simulation: Simulation, source: str, price_given: bool) -> dict[str, Any]:
     deployment, args, config = simulation.deployment, simulation.args, simulation.config
     return {
         "model": deployment.model_name,
@@ -147,7 +149,7 @@ def _setting(simulation: Simulation, source: str) -> dict[str, Any]:
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
         "memory": deployment.arithmetic(args.cache_config()),
-        "price_source": deployment.hardware.price_source if simulation.price == deployment.hardware.price else "given",
+        "price_source": "given" if price_given else f"assumed: {deployment.hardware.price_source}",
     }
 
 

@@ -25,7 +25,7 @@ ONE_OF = {
     "preemption_mode": ("auto", "swap", "recompute"),
 }
 """Options that are one of a few names."""
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash_attn")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class EngineArgs:
     )
     gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
     cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
-    attention_backend: Any = _option("auto", "auto or torch; in Python also an AttentionBackend object.")
+    attention_backend: Any = _option("auto", "auto, torch, triton or flash_attn; in Python also an AttentionBackend object.")
+    enforce_eager: bool = _option(False, "Start every kernel of a decode step on its own, without CUDA graphs.")
     async_scheduling: bool | None = _option(None, "Plan a step while the last one computes; default: on a GPU only.")
     max_logprobs: int = _option(20, "Most log-probabilities a token that a request may ask for; -1: no limit.")
     logits_hook: Any = field(default=None, metadata={"help": "In Python only: a LogitsHook for every row.", "cli": False})
@@ -183,6 +184,7 @@ class EngineArgs:
             "enable_kv_cache",
             "static_drop_finished",
             "async_scheduling",
+            "enforce_eager",
         ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "async_scheduling" and value is None):

@@ -281,10 +281,10 @@ class EventLog:
 def _read_records(file: IO[Any], partial: Path | None) -> list[StepRecord]:
     """The rest of a log's lines. ``partial`` is the name of a file that may end within one."""
     records: list[StepRecord] = []
-    line = b"\n"
+    decode, line = msgspec.json.Decoder(StepRecord).decode, b"\n"
     try:
         for line in file:
-            records.append(msgspec.json.decode(line, type=StepRecord))
+            records.append(decode(line))
     except (msgspec.DecodeError, EOFError) as error:
         cut = isinstance(error, EOFError) or not line.endswith(b"\n")
         if partial is None or not cut:

@@ -53,7 +53,7 @@ class Intake:
     ) -> None:
         self._tokenizer = tokenizer
         self._sampling = SamplingIntake(tokenizer, model, args.max_logprobs)
-        self._beams = BeamIntake(model, args)
+        self._beams = BeamIntake(tokenizer, model, args)
         self._logits_hooks = logits_hooks
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
@@ -139,7 +139,7 @@ class Intake:
         )
         request.sampling = prepared.sampling
         if prepared.beams is not None:
-            request.beams = self._beams.group(prepared.beams, request.max_tokens, self._num_sequences)
+            request.beams = self._beams.group(prepared.beams, params, token_ids, request.max_tokens, self._num_sequences)
         request.sequences = [
             Sequence(
                 sequence_id=self._num_sequences + index,
@@ -151,6 +151,7 @@ class Intake:
             )
             for index in range(params.n)
         ]
+        request.metrics.token_times = [sequence.token_times for sequence in request.sequences]
         for sequence in request.sequences[1:]:
             sequence.leader = request.sequences[0]
         return request

@@ -104,13 +104,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Search for the most probable outputs of one prompt or many: ``beam_width`` of each, best first, with their scores.
 
+        The order is that of transformers' ``num_return_sequences``: the highest ``score`` has index 0.
+
         Raises:
             GenerationInterrupted: Ctrl-C or the stop button, as with :meth:`generate`.
             RequestError: a prompt or a parameter is wrong; the message says which prompt.
 
         """
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params is a {type(params).__name__}; it must be a BeamSearchParams")
+        check_search(params)
         listed = [unwrap(prompt) for prompt in _as_list(prompts)]
         with self._one_call_at_a_time:
             return self._run_alone(listed, [params] * len(listed), use_tqdm)
@@ -245,9 +246,32 @@ def unwrap(prompt: Any) -> str | list[int]:
     raise RequestError(f"a prompt given as a dict needs prompt or prompt_token_ids; this one has {sorted(prompt)}")
 
 
+def check_search(params: object) -> None:
+    """See that a search's parameters are those of a search.
+
+    Raises:
+        RequestError: they are not.
+
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params is a {type(params).__name__}; it must be a BeamSearchParams")
+
+
+def check_drawing(params: object) -> None:
+    """See that what should draw samples is no search.
+
+    Raises:
+        RequestError: it is one.
+
+    """
+    if isinstance(params, BeamSearchParams):
+        raise RequestError("sampling_params is a BeamSearchParams; call beam_search with it, or give a SamplingParams")
+
+
 def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if sampling_params is None:
         sampling_params = SamplingParams()
+    check_drawing(sampling_params)
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
     if not isinstance(sampling_params, list | tuple) or not all(isinstance(p, SamplingParams) for p in sampling_params):

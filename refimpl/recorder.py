@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from refimpl.cache import KVCacheManager
 from refimpl.config import SchedulerConfig
@@ -15,7 +17,7 @@ from refimpl.outputs import NO_TOKEN, Arrival, SchedulerOutput
 from refimpl.scheduler import Scheduler, StepUpdate
 
 
-class PlanTime(NamedTuple):
+class PlanTime(msgspec.Struct, frozen=True, gc=False):
     """When a step was planned, and the pool and the queue right after."""
 
     time: float
@@ -73,8 +75,10 @@ class Recorder:
 
     def record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
         """Write down a step, if anything happened in it and anybody would see it."""
+        if not self.events.wanted:
+            return
         happened = not output.empty or output.arrived or output.aborted or output.preempted or output.exhausted
-        if self.events.wanted and (happened or output.decisions or output.cache_changes.reset):
+        if happened or output.decisions or output.cache_changes.reset:
             self.events.append(self._step_record(output, update, planned))
 
     def _step_record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> StepRecord:

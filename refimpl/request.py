@@ -66,6 +66,9 @@ class Sequence:
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache, or ordered to be: advanced by ``Scheduler.schedule``."""
     num_tokens_in_flight: int = 0
+    quiet_until: int = 0
+    """As long as fewer tokens are computed, one more is a decode that changes nothing but counts: there is room for it in a
+    block of its own, it fills none and begins none, and nothing ends. ``Scheduler`` knows when that is so."""
     order: Any = None
     """Its place among the running ones, from the policy: the lowest goes first, the last gives way."""
     slot: int | None = None
@@ -85,6 +88,11 @@ class Sequence:
     """What was asked for at positions of the output."""
     hypothesis: Hypothesis | None = None
     """Of a beam search, when it is done."""
+    most_tokens: int = field(init=False)
+    """Tokens, prompt and output, with which it ends at the latest."""
+
+    def __post_init__(self) -> None:
+        self.most_tokens = self.num_prompt_tokens + self.request.max_tokens
 
     @property
     def reads_prompt(self) -> bool:
@@ -116,7 +124,7 @@ class Sequence:
     @property
     def ending(self) -> bool:
         """Whether its last token is ordered: it only waits for the update that ends it."""
-        return self.num_output_tokens >= self.request.max_tokens
+        return self.num_tokens >= self.most_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral, Real
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from refimpl.errors import SamplingParamsError
+from refimpl.field_checks import FieldChecks, NamesItsFields, is_number, is_whole
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
@@ -38,29 +37,12 @@ class LogitsHook(Protocol):
         """The changed logits ``[V]`` (float32, a new tensor or the given one) for the token after ``token_ids`` ``[L]``."""
 
 
-class _NamesItsFields(type(msgspec.Struct)):  # type: ignore[misc]
-    """Refuses unknown parameters with a sentence that names the nearest ones, where msgspec has a TypeError."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            raise SamplingParamsError(
-                f"SamplingParams takes names only, as in SamplingParams(temperature=0), not {args[0]!r}"
-            )
-        known = cls.__struct_fields__
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=2)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"the parameters are {', '.join(known)}"
-                raise SamplingParamsError(f"unknown sampling parameter {name!r}; {hint}")
-        return super().__call__(**kwargs)
-
-
 LogitsHooks = dict[int, LogitsHook]
 """The hooks of requests by sequence id. A hook is an object, so it never travels in a step's plan: the engine gives this
 registry to an executor of the same process, which looks a sequence up when it is admitted."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesItsFields):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=NamesItsFields):
     """How to draw the tokens of one request; checked when made.
 
     The order is: logits in float32 → ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` → penalties →
@@ -131,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What ``Engine.step`` returns for a running request: all so far, only what is new, or nothing until its end."""
 
     def __post_init__(self) -> None:
-        check = _Checks(self)
+        check = FieldChecks(self)
         check.whole("n", 1, 1024)
         check.number("temperature", 0, HOTTEST, f"a finite number, 0 (greedy) or more (at most {HOTTEST:g})")
         check.number("top_p", 0, 1, "a number from 0 (greedy) to 1 (off)")
@@ -148,15 +130,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check.that(
             "output_kind", lambda kind: kind in ("cumulative", "delta", "final_only"), "cumulative, delta or final_only"
         )
-        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
-            check.that(name, lambda value: isinstance(value, bool), "True or False")
+        check.flags("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
         for name in ("stop_token_ids", "return_logits", "return_hidden_states"):
             check.ids(name)
         if self.allowed_token_ids is not None:
             check.ids("allowed_token_ids", "None, or a list of at least one token id, each 0 or more", empty=False)
         check.texts("stop", "a text or a list of texts, none of them empty", str.__len__)
         check.texts("bad_words", "a list of texts, none of them blank", str.strip)
-        check.bias("logit_bias")
+        bias = check.that("logit_bias", _is_bias, "None or a dict of token ids to finite numbers")
+        check.set("logit_bias", _plain_bias(bias))
         check.that("logits_hook", lambda hook: hook is None or callable(hook), "None or a callable (token_ids, logits)")
         self._check_together()
 
@@ -177,55 +159,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.prompt_logprobs is not None or bool(self.return_logits) or bool(self.return_hidden_states)
 
 
-class _Checks:
-    """Checks of single fields; a value that passes is set again in its plain form (numpy's numbers as Python's, …)."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-
-    def that(self, name: str, ok: Callable[[Any], bool], allowed: str) -> Any:
-        value = getattr(self._params, name)
-        if not ok(value):
-            raise SamplingParamsError(f"{name} is {value!r}; it must be {allowed}")
-        return value
-
-    def whole(self, name: str, least: int, most: float, allowed: str = "", none: bool = False) -> None:
-        allowed = allowed or f"a whole number from {least} to {most}"
-        value = self.that(name, lambda v: (v is None and none) or (_is_int(v) and least <= v <= most), allowed)
-        self._set(name, value if value is None else int(value))
-
-    def number(self, name: str, least: float, most: float, allowed: str = "") -> None:
-        allowed = allowed or f"a number from {least:g} to {most:g}"
-        self._set(name, float(self.that(name, lambda v: _is_number(v) and least <= v <= most, allowed)))
-
-    def ids(self, name: str, allowed: str = "a list of whole numbers, each 0 or more", empty: bool = True) -> None:
-        def right(value: Any) -> bool:
-            return isinstance(value, tuple | list) and bool(empty or value) and all(_is_int(i) and i >= 0 for i in value)
-
-        self._set(name, tuple(map(int, self.that(name, right, allowed))))
-
-    def texts(self, name: str, allowed: str, full: Callable[[str], object]) -> None:
-        value = getattr(self._params, name)
-        listed = (value,) if name == "stop" and isinstance(value, str) else () if value is None else value
-        ok = isinstance(listed, tuple | list) and all(isinstance(text, str) and full(text) for text in listed)
-        self.that(name, lambda _: ok, allowed)
-        self._set(name, tuple(listed))
-
-    def bias(self, name: str) -> None:
-        value: Mapping[int, float] | None = self.that(name, _is_bias, "None or a dict of token ids to finite numbers")
-        plain = {int(key): max(-BIAS_LIMIT, min(BIAS_LIMIT, float(bias))) for key, bias in (value or {}).items()}
-        self._set(name, plain or None)
-
-    def _set(self, name: str, value: Any) -> None:
-        msgspec.structs.force_setattr(self._params, name, value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's too
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _plain_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
+    plain = {int(key): max(-BIAS_LIMIT, min(BIAS_LIMIT, float(value))) for key, value in (bias or {}).items()}
+    return plain or None
 
 
 def _is_bias(value: object) -> bool:
@@ -234,4 +170,4 @@ def _is_bias(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
     items: Iterable[tuple[object, object]] = value.items()
-    return all(_is_int(key) and key >= 0 and _is_number(bias) and abs(bias) < math.inf for key, bias in items)  # type: ignore[operator, arg-type]
+    return all(is_whole(key) and key >= 0 and is_number(bias) and abs(bias) < math.inf for key, bias in items)  # type: ignore[operator, arg-type]

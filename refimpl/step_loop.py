@@ -6,7 +6,8 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
+
+import msgspec
 
 from refimpl.executor.executor import Executor
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
@@ -17,7 +18,7 @@ from refimpl.scheduler import Scheduler, StepUpdate
 log = logging.getLogger(__name__)
 
 
-class _InFlight(NamedTuple):
+class _InFlight(msgspec.Struct, frozen=True, gc=False):
     """A step that was submitted and whose tokens are not taken in yet."""
 
     scheduler_output: SchedulerOutput

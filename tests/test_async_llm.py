@@ -10,8 +10,16 @@ import time
 
 import pytest
 
-from refimpl import LLM, AsyncLLM, SamplingParams
-from refimpl.errors import EngineFailedError, PolicyError, PromptError, QueueFullError, RefimplError, RequestError
+from refimpl import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from refimpl.errors import (
+    EngineFailedError,
+    PolicyError,
+    PromptError,
+    QueueFullError,
+    RefimplError,
+    RequestError,
+    SamplingParamsError,
+)
 from refimpl.scheduler.policies import FirstComeFirstServed
 from refimpl.visualizers.player import player_of
 from refimpl.watchdog import Watchdog
@@ -549,3 +557,70 @@ def test_steps_that_end_are_not_told(caplog):
         watchdog.end()
     watchdog.close()
     assert caplog.records == []
+
+
+SEARCH = BeamSearchParams(beam_width=3, max_tokens=12)
+
+
+def test_a_search_gives_what_llm_gives_best_first_beside_other_requests(llm):
+    with LLM("tiny") as other:
+        [wanted] = other.beam_search("Hello", SEARCH, use_tqdm=False)
+    scores = [sample.score for sample in wanted.outputs]
+    assert scores == sorted(scores, reverse=True)
+
+    async def main():
+        sampled = asyncio.create_task(whole(llm, "you", short(30)))
+        once = await llm.beam_search("Hello", SEARCH)
+        streamed = [output async for output in llm.beam_search({"prompt": "Hello"}, SEARCH, "named")]
+        assert len(streamed) == 1
+        assert streamed[0].request_id == "named"
+        await sampled
+        return once, streamed[0]
+
+    for output in run(main()):
+        assert output.finished
+        assert [sample.index for sample in output.outputs] == [0, 1, 2]
+        assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in wanted.outputs]
+        assert [sample.score for sample in output.outputs] == pytest.approx(scores, abs=1e-6)
+    assert idle(llm)
+
+
+def test_whoever_leaves_a_search_aborts_all_of_its_beams_and_nothing_else(llm):
+    long = BeamSearchParams(beam_width=4, max_tokens=1000, ignore_eos=True)
+
+    async def main():
+        beside = asyncio.create_task(whole(llm, "you", short(60)))
+        searching = asyncio.ensure_future(_wait(llm.beam_search("Hello", long, "s")))
+        await until(lambda: len(llm.engine.scheduler.running) == 5)
+        searching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await searching
+        await until(lambda: not llm.engine.is_unfinished("s"))
+        assert len(await beside) == 1
+        told = asyncio.ensure_future(_wait(llm.beam_search("Hello", long, "t")))
+        await until(lambda: len(llm.engine.scheduler.running) == 4)
+        await llm.abort("t")
+        with pytest.raises(RequestError, match="was aborted"):
+            await told
+
+    run(main())
+    assert idle(llm)
+    assert llm.engine.audit() == []
+
+
+async def _wait(stream):
+    return await stream
+
+
+def test_a_search_and_samples_are_not_taken_for_each_other(llm):
+    with pytest.raises(RequestError, match="params is a SamplingParams; it must be a BeamSearchParams"):
+        llm.beam_search("Hello", short())
+    for ask in (llm.generate, lambda text, params: llm.chat([{"role": "user", "content": text}], params)):
+        with pytest.raises(RequestError, match="call beam_search with it"):
+            ask("Hello", SEARCH)
+    with LLM("tiny") as other, pytest.raises(RequestError, match="call beam_search with it"):
+        other.generate("Hello", SEARCH, use_tqdm=False)
+
+    with AsyncLLM("tiny", max_num_seqs=2) as narrow, pytest.raises(SamplingParamsError, match="only max_num_seqs = 2"):
+        narrow.beam_search("Hello", SEARCH)
+    assert idle(llm)

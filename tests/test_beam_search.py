@@ -2,15 +2,20 @@
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from refimpl import LLM, BeamSearchParams, Engine, EngineArgs, SamplingParams, TransformersCheckpoint
-from refimpl.beam_group import BeamGroup
+from refimpl.beam_group import BeamGroup, StopIds
 from refimpl.errors import RequestError, SamplingParamsError
+from refimpl.scheduler import Scheduler
+from refimpl.tokenizer.tokenizer import stand_in_tokenizer
 
 EOS, MAX_TOKENS = 7, 10
+FOUND = {}
+TOKENIZER = stand_in_tokenizer(300)
 PROMPTS = [[11 + 7 * i + 3 * k for k in range(length)] for i, length in enumerate((5, 9, 4, 14))]
 
 
@@ -32,8 +37,21 @@ def model():
     return LlamaForCausalLM(config).double().eval()
 
 
-def reference(model, prompt, width, **options):
-    """(token ids, score) of transformers' hypotheses, best first."""
+def reference(model, prompt, width, stop=(), **options):
+    """(token ids, score) of transformers' hypotheses, best first; found once."""
+    key = (id(model), tuple(prompt), width, stop, *sorted(options.items()))
+    if key not in FOUND:
+        FOUND[key] = _reference(model, prompt, width, stop, **options)
+    return FOUND[key]
+
+
+def _reference(model, prompt, width, stop, **options):
+    def holds_stop(ids):
+        return any(text in TOKENIZER.decode(ids) for text in stop)
+
+    def criterion(rows, _, **__):
+        return torch.tensor([holds_stop(row[len(prompt) :]) for row in rows.tolist()])
+
     found = model.generate(
         torch.tensor([prompt]),
         num_beams=width,
@@ -42,10 +60,14 @@ def reference(model, prompt, width, **options):
         do_sample=False,
         output_scores=True,
         return_dict_in_generate=True,
+        stopping_criteria=[criterion] if stop else [],
         **options,
     )
     outputs = [ids[len(prompt) :] for ids in found.sequences.tolist()]
-    ends = [ids.index(EOS) + 1 if EOS in ids else len(ids) for ids in outputs]
+    ends = [
+        next((end for end in range(1, len(ids)) if ids[end - 1] == EOS or holds_stop(ids[:end])), len(ids))
+        for ids in outputs
+    ]
     return [(ids[:end], score) for ids, end, score in zip(outputs, ends, found.sequences_scores.tolist(), strict=True)]
 
 
@@ -79,23 +101,28 @@ def assert_found(output, wanted):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("width", [2, 4])
 def test_hypotheses_and_scores_are_those_of_transformers(model, width, overlap):
+    engine = make_engine(model, async_scheduling=overlap)
     for length_penalty, early_stopping in itertools.product((1.0, 0.0, 2.0), (False, True, "never")):
         options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-        engine = make_engine(model, async_scheduling=overlap)
         for prompt, output in zip(PROMPTS, search(engine, PROMPTS, width, **options), strict=True):
             assert_found(output, reference(model, prompt, width, **options))
             assert all(s.finish_reason == ("stop" if s.token_ids[-1] == EOS else "length") for s in output.outputs)
-        engine.close()
+    engine.close()
 
 
 def test_a_beam_of_one_is_greedy(model):
     engine = make_engine(model)
-    [output] = search(engine, PROMPTS[:1], 1)
-    engine.add_request("greedy", PROMPTS[0], SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0))
-    while engine.has_unfinished_requests():
-        [greedy] = engine.step()
-    assert output.outputs[0].token_ids == greedy.outputs[0].token_ids
-    assert output.outputs[0].cumulative_logprob == pytest.approx(greedy.outputs[0].cumulative_logprob, abs=1e-5)
+    most = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0)
+    for options in ({}, {"stop": (">\x1e",)}, {"stop_token_ids": (30,)}):
+        [output] = search(engine, PROMPTS[:1], 1, early_stopping=True, **options)
+        engine.add_request("greedy", PROMPTS[0], msgspec.structs.replace(most, **options))
+        while engine.has_unfinished_requests():
+            [greedy] = engine.step()
+        [found], [drawn] = output.outputs, greedy.outputs
+        assert (found.token_ids, found.text) == (drawn.token_ids, drawn.text)
+        assert (found.finish_reason, found.stop_reason) == (drawn.finish_reason, drawn.stop_reason)
+        assert found.cumulative_logprob == pytest.approx(drawn.cumulative_logprob, abs=1e-5)
+        assert (found.finish_reason == "stop") == bool(options)
     engine.close()
 
 
@@ -107,6 +134,55 @@ def test_a_preemption_at_any_step_changes_nothing(model, mode):
         [output] = search(engine, PROMPTS[1:2], 3, preempt=[(step, "0", mode)])
         assert_found(output, wanted)
         engine.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_search_that_is_preempted_again_and_again_is_the_undisturbed_one(model, mode, overlap):
+    engine = make_engine(model, swap_space=0.01, preemption_mode=mode, async_scheduling=overlap)
+    [output] = search(engine, PROMPTS[3:], 3, preempt=[(step, "0", mode) for step in range(200)])
+    assert_found(output, reference(model, PROMPTS[3], 3))
+    assert output.metrics.num_preemptions >= 3 * (MAX_TOKENS - 2)
+    moved = sum(len(record.swapped_in) for record in engine.events.records)
+    assert (moved > 0) == (mode == "swap")
+    engine.close()
+
+
+def with_a_swapped_sample(model, num_blocks, max_tokens, preempt):
+    """A search in a pool in which nothing is left but what a swapped sample of another request holds; and that one."""
+    options = {"swap_space": 0.01, "preemption_mode": "swap", "enable_prefix_caching": False}
+    engine = make_engine(model, num_gpu_blocks_override=num_blocks, **options)
+    for step, mode in preempt:
+        engine.scheduler.preempt_at(step, "0", mode)
+    engine.add_request("0", PROMPTS[1], BeamSearchParams(beam_width=3, max_tokens=MAX_TOKENS))
+    engine.add_request("pair", PROMPTS[3], SamplingParams(n=2, seed=1, max_tokens=max_tokens, ignore_eos=True))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        assert engine.audit() == []
+    dropped = [d for record in engine.events.records for d in record.decisions if d.kind == "dropped_swap"]
+    engine.close()
+    return outputs["0"], [sample.token_ids for sample in outputs["pair"].outputs], dropped
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_tokens", "preempt"),
+    [
+        pytest.param(10, 4, [], id="a beam needs one more block"),
+        pytest.param(12, 5, [(5, "recompute")], id="a beam that comes back finds no room"),
+    ],
+)
+def test_a_search_takes_what_swapped_sequences_hold_before_it_gives_up(model, monkeypatch, num_blocks, max_tokens, preempt):
+    _, undisturbed, none = with_a_swapped_sample(model, 200, max_tokens, [])
+    assert none == []
+    output, pair, dropped = with_a_swapped_sample(model, num_blocks, max_tokens, preempt)
+    assert_found(output, reference(model, PROMPTS[1], 3))
+    assert len(dropped) == 1
+    assert pair == undisturbed
+    monkeypatch.setattr(Scheduler, "_drop_held", lambda *_, **__: False)
+    output, pair, _ = with_a_swapped_sample(model, num_blocks, max_tokens, preempt)
+    assert "too small for the beams" in output.outputs[0].stop_reason, "nothing else was left"
+    assert pair == undisturbed
 
 
 @pytest.mark.parametrize("options", [{"enable_kv_cache": False}, {"kv_cache_manager": "contiguous"}, {"max_num_seqs": 3}])
@@ -135,6 +211,57 @@ def test_a_search_that_outgrows_the_pool_ends_with_its_best_so_far_and_says_so(m
     assert "too small for the beams" in output.outputs[0].stop_reason
     scores = [sample.score for sample in output.outputs]
     assert scores == sorted(scores, reverse=True)
+    engine.close()
+
+
+STOPS = [("5", "Z"), ("\x1a", "k", "7"), ("[\x7f", "QP", "\x08"), ("\x1aq", "}", "\u05b2"), ("[", "Z", "5", "\x1a")]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_hypothesis_ends_with_the_token_that_completes_a_stop_string(model, overlap):
+    engine = make_engine(model, async_scheduling=overlap)
+    stopped = []
+    for stop, early_stopping in zip(STOPS, itertools.cycle((False, True))):
+        outputs = search(engine, PROMPTS, 3, stop=stop, early_stopping=early_stopping)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert_found(output, reference(model, prompt, 3, stop, early_stopping=early_stopping))
+            for sample in output.outputs:
+                whole = TOKENIZER.decode(sample.token_ids)
+                found = [text for text in stop if text in whole]
+                first = min(found, key=lambda text, whole=whole: whole.find(text) + len(text), default=None)
+                if first is not None:
+                    assert (sample.finish_reason, sample.stop_reason) == ("stop", first)
+                    assert sample.text == whole.partition(first)[0]
+                    stopped.append(first)
+                else:
+                    assert sample.stop_reason is None
+    assert len(stopped) >= 15
+    assert len(set(stopped)) >= 4
+    engine.close()
+
+
+def test_a_stop_string_or_the_text_of_a_stop_id_is_kept_where_that_is_asked_for(model):
+    engine = make_engine(model)
+    for stop in ({"stop": "Z"}, {"stop_token_ids": [ord("Z")]}):
+        [cut] = search(engine, PROMPTS[2:3], 2, early_stopping=True, **stop)
+        [kept] = search(engine, PROMPTS[2:3], 2, early_stopping=True, include_stop_str_in_output=True, **stop)
+        assert any(sample.finish_reason == "stop" for sample in cut.outputs)
+        for sample, longer in zip(cut.outputs, kept.outputs, strict=True):
+            stopped = sample.finish_reason == "stop"
+            assert sample.token_ids == longer.token_ids
+            assert longer.text == sample.text + "Z" * stopped
+            reason = ("Z" if "stop" in stop else ord("Z")) if stopped else None
+            assert sample.stop_reason == longer.stop_reason == reason
+    engine.close()
+
+
+def test_a_search_ends_where_all_that_it_looks_at_ends(model):
+    """Every character is a stop string: each beam is finished with its first whole character."""
+    engine = make_engine(model)
+    [output] = search(engine, PROMPTS[2:3], 2, stop=[chr(code) for code in range(1, 0x800)] + ["\ufffd"])
+    assert [sample.text for sample in output.outputs] == ["", ""]
+    assert max(len(sample.token_ids) for sample in output.outputs) <= 4
+    assert {sample.finish_reason for sample in output.outputs} == {"stop"}
     engine.close()
 
 
@@ -193,7 +320,12 @@ def test_llm_beam_search_returns_texts_best_first():
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens is 0"),
         ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty is nan"),
         ({"beam_width": 2, "early_stopping": "maybe"}, "early_stopping is 'maybe'"),
+        ({"beam_width": 2, "early_stopping": 1}, "early_stopping is 1"),
         ({"beam_width": 2, "stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"beam_width": 2, "stop": ["a", ""]}, r"stop is \['a', ''\]; it must be a text or a list of texts"),
+        ({"beam_width": 2, "stop": 3}, "stop is 3"),
+        ({"beam_width": 2, "stops": "a"}, "unknown sampling parameter 'stops'; did you mean stop"),
+        ({"max_tokens": 2}, "BeamSearchParams needs beam_width"),
     ],
 )
 def test_wrong_parameters_are_refused(wrong, told):
@@ -204,7 +336,7 @@ def test_wrong_parameters_are_refused(wrong, told):
 def test_what_an_engine_cannot_search_is_refused_and_it_goes_on(model):
     engine = make_engine(model, max_num_seqs=3)
     with pytest.raises(SamplingParamsError, match="max_num_seqs = 3"):
-        engine.add_request("0", PROMPTS[0], BeamSearchParams(beam_width=4))
+        engine.add_request("0", PROMPTS[0], BeamSearchParams(beam_width=4, stop="Z"))
     engine.add_request("0", PROMPTS[0], BeamSearchParams(beam_width=2))
     with pytest.raises(RequestError, match="forks by itself"):
         engine.fork("0", "1")
@@ -218,11 +350,28 @@ def test_what_an_engine_cannot_search_is_refused_and_it_goes_on(model):
 
 
 def test_one_step_of_a_search_by_hand():
-    group = BeamGroup(BeamSearchParams(beam_width=2, max_tokens=3), 3, 1, 0)
-    going = group.advance([[(5, -0.1), (6, -0.2), (EOS, -0.3), (8, -4.0)]], lambda token: token == EOS)
+    group = BeamGroup(BeamSearchParams(beam_width=2, max_tokens=3), 3, StopIds(frozenset({EOS})), 0)
+    going = group.advance([[(5, -0.1), (6, -0.2), (EOS, -0.3), (8, -4.0)]])
     assert [(c.beam, c.token_id) for c in going] == [(0, 5), (0, 6)]
     assert group.finished == []  # the one that ended is not among the first two
-    going = group.advance([[(EOS, -0.5), (9, -1.0)], [(9, -0.1), (5, -0.7)]], lambda token: token == EOS)
+    going = group.advance([[(EOS, -0.5), (9, -1.0)], [(9, -0.1), (5, -0.7)]])
     assert [(c.beam, c.token_id) for c in going] == [(1, 9), (1, 5)]
     assert [(h.token_ids, h.reason) for h in group.finished] == [((5, EOS), "stop")]
     assert group.finished[0].score == pytest.approx(-0.6 / 2)
+
+
+def test_where_stop_strings_leave_fewer_beams_fewer_go_on_and_become_more_again():
+    class EndsWith(StopIds):
+        def ends(self, continuation):
+            return super().ends(continuation) or continuation.token_id in (5, 6, 8)
+
+    group = BeamGroup(BeamSearchParams(beam_width=2, max_tokens=9), 9, EndsWith(frozenset()), 0)
+    going = group.advance([[(5, -0.1), (9, -0.2), (6, -0.3), (8, -0.4)]])
+    assert [(c.beam, c.token_id) for c in going] == [(0, 9)]
+    assert [h.token_ids for h in group.finished] == [(5,)]
+    going = group.advance([[(1, -0.01), (2, -0.02), (3, -9.0), (4, -9.5)]])
+    assert [(c.beam, c.token_id) for c in going] == [(0, 1), (0, 2)]
+    going = group.advance([[(5, -0.01), (6, -0.02), (8, -5.0), (7, -6.0)], [(8, -0.03), (5, -0.04), (1, -7.0), (2, -8.0)]])
+    assert going == []
+    assert group.done
+    assert [h.token_ids for h in group.finished] == [(9, 1, 5), (9, 1, 6)]

@@ -7,6 +7,7 @@ import pytest
 
 from refimpl.bench import (
     batching,
+    beam,
     claims,
     latency,
     memory,
@@ -24,6 +25,8 @@ from refimpl.bench.recompute import run
 from refimpl.bench.result import check
 from refimpl.bench.sides import Run, mixed, ratio
 from refimpl.errors import ConfigError, RefimplError
+from refimpl.events import EventLog
+from refimpl.visualizers import export_html
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -235,6 +238,17 @@ def test_the_swap_benchmark_draws_the_same_tokens_both_ways():
     assert "| 79 | " in report.TABLES["swap"](json.loads(json.dumps(as_kept(result))))
 
 
+def test_the_timeline_of_the_swaps_is_kept_and_becomes_a_page(tmp_path):
+    path = tmp_path / "swap.jsonl.gz"
+    swap.run({"model": "tiny", "dtype": "float64"}, lengths=(20,), others=2, repeats=1, timeline=path)
+    log = EventLog.load(path)
+    assert [p.mode for record in log.records for p in record.preempted] == ["swap", "swap"]
+    assert sum(len(record.swapped_in) for record in log.records) > 0
+    assert "<svg" in export_html(path, tmp_path / "page.html").read_text(encoding="utf-8")
+    with pytest.raises(RefimplError, match="cannot be written"):
+        swap.run({"model": "tiny"}, lengths=(8,), others=1, repeats=1, timeline=tmp_path / "none" / "swap.jsonl")
+
+
 def test_a_crossover_lies_between_the_lengths_where_the_cheaper_changes():
     assert swap.crossover([(10, 2.0, 1.0), (20, 2.0, 3.0), (30, 2.0, 5.0)]) == 15
     assert swap.crossover([(10, 2.0, 3.0), (20, 2.0, 1.0), (30, 2.0, 5.0)]) == 22.5, "from there on, for good"
@@ -246,6 +260,33 @@ def test_a_crossover_lies_between_the_lengths_where_the_cheaper_changes():
 def test_preemptions_that_cannot_be_measured_are_refused(options):
     with pytest.raises(ConfigError, match="must be 1 or more, and lengths must rise"):
         swap.run(DEFAULTS, **options)
+
+
+def test_the_beam_benchmark_counts_blocks_and_copies():
+    result = beam.run(DEFAULTS, width=3, prompt=20, output=24, repeats=2)
+    figures = result.results
+    assert [check.name for check in result.checks] == ["beam_physical_share", "separate_physical_share"]
+    assert figures["separate_physical_share"] == 1, "no two of separate samples use one block"
+    assert 1 / 3 < min(figures["physical_share_of_each"]) <= figures["physical_share"] < 1
+    assert figures["unshared_blocks"] == 9
+    assert 3 < figures["most_blocks"] <= 9
+    assert min(figures["copied_blocks"]) > 0
+    assert figures["steps"] == [23, 23], "after the last one nothing is in use"
+    assert result.setting["tokens_produced"] == 3 * (3 + 1 + 3) * 24
+    assert "| 3 beams, prompts of 20 tokens, 24 output tokens |" in report.TABLES["beam"](
+        json.loads(json.dumps(as_kept(result)))
+    )
+
+
+@pytest.mark.parametrize("options", [{"width": 0}, {"prompt": 0}, {"repeats": 0}, {"output": 1}])
+def test_searches_that_cannot_be_measured_are_refused(options):
+    with pytest.raises(ConfigError, match="must be 1 or more, and output 2 or more"):
+        beam.run(DEFAULTS, **options)
+
+
+def test_a_search_of_more_text_than_there_is_is_refused():
+    with pytest.raises(ConfigError, match=r"4 prompts of 4000 tokens .* but the text has"):
+        beam.run(DEFAULTS, prompt=4_000, repeats=3)
 
 
 def test_rates_are_tokens_over_seconds():

@@ -12,6 +12,7 @@ import pytest
 
 from refimpl import LLM, Engine, EngineArgs, GenerationInterrupted, SamplingParams
 from refimpl.cli import main
+from refimpl.cli_options import SAMPLING
 
 
 @pytest.fixture
@@ -202,6 +203,55 @@ def test_stop_ends_the_text(written, objects):
     assert "".join(written("Hello", *LONG, *stops)[1]) == f"Hello{text[:6]}\n"
 
 
+def test_each_sampling_option_is_a_parameter_with_its_default():
+    made = SamplingParams()
+    for name, (_, default, _) in SAMPLING.items():
+        assert (getattr(made, name) or None) == (default or None), name
+    left = {"n", "seed", "logit_bias", "logits_hook", "detokenize", "output_kind", "return_logits", "return_hidden_states"}
+    assert SAMPLING.keys() == set(SamplingParams.__struct_fields__) - left, "every other one can be given"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_sampling_options_reach_the_request(run, monkeypatch, command):
+    seen = []
+    module = "refimpl.cli_output.GenerateCommand.run" if command == "generate" else "refimpl.chat_command.ChatTerminal.run"
+    asked = (
+        (lambda self, *_: seen.append(self.params) or True)
+        if command == "generate"
+        else (lambda self: seen.append(self.chat.params))
+    )
+    monkeypatch.setattr(module, asked)
+    given = {
+        "min-tokens": 2, "max-tokens": 9, "presence-penalty": 0.5, "frequency-penalty": -1, "repetition-penalty": 1.2,
+        "min-p": 0.1, "top-k": 3, "top-p": 0.5, "temperature": 0.3,
+    }  # fmt: skip
+    flags = ["--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output"]
+    several = ["--stop", "a", "--stop", "b", "--stop-token-ids", 5, "--bad-words", "x", "--allowed-token-ids", 7]
+    prompt = ["Hello"] if command == "generate" else []
+    options = [item for name, value in given.items() for item in (f"--{name}", value)]
+    assert run(command, "--model", "tiny", *prompt, *options, *flags, *several)[0] == 0
+    [params] = seen
+    assert {name: getattr(params, name.replace("-", "_")) for name in given} == given
+    assert (params.ignore_eos, params.skip_special_tokens, params.include_stop_str_in_output) == (True, False, True)
+    assert (params.stop, params.stop_token_ids) == (("a", "b"), (5,))
+    assert (params.bad_words, params.allowed_token_ids) == (("x",), (7,))
+
+
+def test_log_probabilities_are_printed_with_json_alone(objects, refused):
+    [output] = objects("Hello", "--logprobs", 2, "--prompt-logprobs", 0)
+    [sample] = output["outputs"]
+    assert len(sample["logprobs"]) == len(sample["token_ids"])
+    for token_id, found in zip(sample["token_ids"], sample["logprobs"], strict=True):
+        assert found[str(token_id)]["rank"] == 1  # greedy
+        assert len(found) == 2
+    own = [found[str(token_id)]["logprob"] for token_id, found in zip(sample["token_ids"], sample["logprobs"], strict=True)]
+    assert sample["cumulative_logprob"] == pytest.approx(sum(own))
+    first, *rest = output["prompt_logprobs"]
+    assert (first, [list(found) for found in rest]) == (None, [[str(i)] for i in output["prompt_token_ids"][1:]])
+    assert "logprobs" not in objects("Hello")[0]["outputs"][0]
+    assert "--json" in refused("generate", "--model", "tiny", "Hello", "--logprobs", 1)
+
+
 def test_ctrl_c_leaves_what_was_printed(written, monkeypatch):
     step, steps = Engine.step, []
 
@@ -336,6 +386,10 @@ def test_unknown_options_and_commands(refused):
         ("--temperature", "inf"),
         ("--top-p", 1.5),
         ("--top-k", -2),
+        ("--presence-penalty", 3),
+        ("--min-tokens", 10**6),
+        ("--stop-token-ids", -1),
+        ("--logprobs", -5),
         ("--n", 0),
         ("--n", 1.5),
         ("--dtype", "float8"),

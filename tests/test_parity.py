@@ -6,12 +6,15 @@ from importlib.resources import files
 import pytest
 import torch
 
-from refimpl import LLM, SamplingParams
+from refimpl import LLM, BeamSearchParams, SamplingParams
+from refimpl.beam_group import BeamGroup, StopIds
 
 NEW_TOKENS = 64
 MARGIN = 1e-3
 """Where transformers' two largest logits are closer than this, rounding decides which is the argmax: a tie."""
 TIES_ALLOWED = 1
+PAD = 0
+"""<|endoftext|>, behind what generate() finished; none of the outputs has it."""
 
 
 def workload():
@@ -93,3 +96,111 @@ def test_the_logits_agree_to_a_thousandth(reference, smollm2):
         expected = reference(torch.tensor([ids])).logits[0]
         ours = full_logits(model, ids)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
+
+
+BEAM_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def short_prompts(outputs):
+    """The ten shortest, as (name, token ids)."""
+    prompts = [(name, output.prompt_token_ids) for name, output in outputs.items()]
+    return sorted(prompts, key=lambda item: len(item[1]))[:10]
+
+
+@pytest.fixture(scope="module")
+def searched(short_prompts):
+    """Searches in the engine: by width and stop strings, the hypotheses of each prompt as (token ids, score), best first."""
+    with LLM(dtype="float32", num_gpu_blocks_override=400, max_num_seqs=40, max_num_batched_tokens=512) as llm:
+
+        def search(width, stop=()):
+            params = BeamSearchParams(beam_width=width, max_tokens=BEAM_TOKENS, stop=stop)
+            found = llm.beam_search([prompt for _, prompt in short_prompts], params, use_tqdm=False)
+            assert llm.engine.audit() == []
+            return [[(sample.token_ids, sample.score) for sample in output.outputs] for output in found]
+
+        yield search
+
+
+def beams_of_transformers(model, prompts, width, **options):
+    """The same from generate(), all prompts in one batch, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.inference_mode():
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=BEAM_TOKENS,
+            do_sample=False,
+            pad_token_id=PAD,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    rows = [[token for token in row[longest:] if token != PAD] for row in found.sequences.tolist()]
+    pairs = list(zip(rows, found.sequences_scores.tolist(), strict=True))
+    return [pairs[i : i + width] for i in range(0, len(pairs), width)]
+
+
+def smallest_margin(model, prompt, width):
+    """The closest that two continuations came in a search whose log-probabilities are transformers'."""
+    eos = model.generation_config.eos_token_id
+    stop_ids = frozenset(eos if isinstance(eos, list) else [eos])
+    group = BeamGroup(BeamSearchParams(beam_width=width, max_tokens=BEAM_TOKENS), BEAM_TOKENS, StopIds(stop_ids), 0)
+    texts, sums, smallest = [list(prompt)], torch.zeros(1), float("inf")
+    while texts:
+        with torch.inference_mode():
+            logprobs = model(torch.tensor(texts), logits_to_keep=1).logits[:, 0].log_softmax(-1)
+        best = (logprobs + sums[:, None]).flatten().topk(group.num_candidates + 1).values
+        smallest = min(smallest, float((best[:-1] - best[1:]).min()))
+        top = logprobs.topk(group.num_candidates)
+        going = group.advance(
+            [list(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        )
+        texts, sums = [[*texts[c.beam], c.token_id] for c in going], torch.tensor([c.logprob for c in going])
+    return smallest
+
+
+@pytest.mark.timeout(900)  # under half a minute alone; the machine may be shared
+def test_beam_search_finds_the_hypotheses_and_scores_of_transformers(reference, searched, short_prompts, outputs):
+    """Rounding may decide between continuations that are a thousandth apart, and then finds others from there on."""
+    ties, unlike_greedy = [], 0
+    for width in (2, 4):
+        theirs = beams_of_transformers(reference, [prompt for _, prompt in short_prompts], width)
+        for (name, prompt), ours, expected in zip(short_prompts, searched(width), theirs, strict=True):
+            if [ids for ids, _ in ours] != [ids for ids, _ in expected]:
+                ties.append((name, width))
+                assert smallest_margin(reference, prompt, width) < MARGIN, f"{name}, {width} beams: {ours}, {expected}"
+                continue
+            assert [score for _, score in ours] == pytest.approx([score for _, score in expected], abs=MARGIN)
+            best = ours[0][0]
+            unlike_greedy += width == 4 and best != outputs[name].outputs[0].token_ids[: len(best)]
+    assert len(ties) <= TIES_ALLOWED, ties
+    assert unlike_greedy >= 7
+
+
+@pytest.mark.timeout(900)  # under half a minute alone; the machine may be shared
+def test_beams_end_with_stop_strings_where_those_of_transformers_do(reference, searched, short_prompts, smollm2):
+    from transformers import AutoTokenizer
+
+    decode, stop = AutoTokenizer.from_pretrained(smollm2).decode, (".", ", and")
+    longest = max(len(prompt) for _, prompt in short_prompts)
+
+    def stopped(ids):
+        return any(text in decode(ids) for text in stop)
+
+    def criterion(rows, _, **__):
+        return torch.tensor([stopped(row[longest:]) for row in rows.tolist()])
+
+    def cut(ids):
+        """Behind what is finished, generate() puts the end-of-sequence token."""
+        return next((ids[:end] for end in range(1, len(ids)) if stopped(ids[:end])), ids)
+
+    theirs = beams_of_transformers(reference, [prompt for _, prompt in short_prompts], 2, stopping_criteria=[criterion])
+    ours = searched(2, stop)
+    same = sum([ids for ids, _ in a] == [cut(ids) for ids, _ in b] for a, b in zip(ours, theirs, strict=True))
+    assert same >= len(ours) - TIES_ALLOWED
+    assert sum(len(ids) < BEAM_TOKENS for beams in ours for ids, _ in beams) >= 5

@@ -20,6 +20,7 @@ LAYERS = [
         "errors",
         "shapes",
         "rope_config",
+        "field_checks",
         "beam_params",
         "beam_group",
         "config",
@@ -43,6 +44,7 @@ LAYERS = [
     # The engine and its own helpers.
     {
         "engine",
+        "beam_endings",
         "beam_intake",
         "engine_lock",
         "explain",

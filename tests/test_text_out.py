@@ -177,7 +177,7 @@ class Scripted(ModelFreeExecutor):
     def run(self, scheduler_output):
         drawn = super().run(scheduler_output).token_ids
         rows = zip(drawn, scheduler_output.batch.slots, strict=True)
-        return ModelRunnerOutput(tuple(d if d == NO_TOKEN else self.scripted(self._known[slot] - 1) for d, slot in rows))
+        return ModelRunnerOutput(tuple(d if d == NO_TOKEN else self.scripted(self.num_known(slot) - 1) for d, slot in rows))
 
     def scripted(self, position):
         place = position - self.prompt

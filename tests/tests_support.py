@@ -2,7 +2,7 @@
 
 import torch
 
-from refimpl.attention import AttentionMetadata, choose_backend
+from refimpl.attention import AttentionMetadata, Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 
 
@@ -13,13 +13,13 @@ def full_logits(model, token_ids, block_size=16):
     dtype, device = model.embed_tokens.dtype, model.embed_tokens.device
     cache = KVCache(model.config, num_blocks, block_size, dtype, device)
     positions = torch.arange(L, device=device)
-    metadata = AttentionMetadata(
+    metadata = AttentionMetadata.of(
         query_lens=[L],
-        seqused_k=[L],
+        context_lens=[L],
         block_size=block_size,
         block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
         slot_mapping=positions + block_size,  # block 1 is the first
     )
-    step = choose_backend("auto", model.config.head_dim).begin_step(metadata)
+    step = choose_backend("auto", Setting(model.config.head_dim, device, dtype, block_size)).begin_step(metadata)
     hidden = model(torch.tensor(token_ids, device=device), positions, cache.layers, step)
     return model.compute_logits(hidden)

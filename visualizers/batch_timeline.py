@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 from refimpl.visualizers import batch_timeline_svg
@@ -16,8 +18,7 @@ from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import Palette
 from refimpl.visualizers.timeline_books import CAUSES, MEMORY, Column, Hold, cause_of
 from refimpl.visualizers.timeline_rows import Timeline
-from refimpl.visualizers.timeline_runs import GONE, QUEUE, QUEUED, STATES, SWAPPED, Row
-from refimpl.visualizers.timelines import timeline_of
+from refimpl.visualizers.timeline_runs import GONE, QUEUED, STATES, SWAPPED, WAITING, Row
 
 SHOWN = 240
 """Most columns of a window: four pixels each at full width."""
@@ -39,10 +40,11 @@ class BatchTimeline:
     name = "batch_timeline"
     title = "BatchTimeline"
     question = "Why did this request wait?"
+    folds = (Timeline,)
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The window around ``position``: rows of runs, what each step computed, and the blocks after it."""
-        timeline = timeline_of(history)
+        timeline = history.fold(Timeline)
         oldest = timeline.columns.first
         position = max(oldest - 1, min(position, len(timeline) - 1))
         first, columns = window(len(timeline) - oldest, position - oldest, columns_in(look.width))
@@ -116,18 +118,21 @@ def chosen_rows(timeline: Timeline, first: int, last: int, position: int, pinned
     indices = {*near, *timeline.around(first), *timeline.around(position)}
     if pinned is not None:
         indices.update(row.index for row in timeline.rows if row.request_id == pinned)
-    found = [timeline.rows[index] for index in sorted(indices)]
-    found = [row for row in found if row.arrived < last and (row.gone is None or row.gone > first or row.arrived >= first)]
-    if len(found) > MOST_ROWS:
-        found = sorted(found, key=lambda row: (row.request_id != pinned, *_nearness(row, position), row.index))[:MOST_ROWS]
-    return sorted(found, key=lambda row: row.index)
+    found = timeline.rows.pick(sorted(indices))
+    found = [row for row in found if row.arrived < last and (row.arrived >= first or row.stays_until(first))]
+    if len(found) <= MOST_ROWS:
+        return found
+    ranks: tuple[list[Row], ...] = [], [], [], [], []
+    for row in found:
+        if pinned is None and len(ranks[1]) == MOST_ROWS:
+            break
+        ranks[0 if row.request_id == pinned else _RANKS[row.at(position)[0]]].append(row)
+    ranks[-1].sort(key=lambda row: row.arrived - position if row.arrived > position else position - (row.gone or 0))
+    return sorted(islice(chain(*ranks), MOST_ROWS), key=attrgetter("index"))
 
 
-def _nearness(row: Row, position: int) -> tuple[int, int]:
-    state = row.at(position)[0]
-    if state == GONE:
-        return 3, row.arrived - position if row.arrived > position else position - (row.gone or 0)
-    return (1 if state in (QUEUED, SWAPPED) else 2 if state in QUEUE else 0), 0
+_RANKS = dict.fromkeys(range(len(STATES)), 1) | {QUEUED: 2, SWAPPED: 2, WAITING: 3, GONE: 4}
+"""By state, the lower ones are shown rather; 0 is for who is pinned."""
 
 
 def caption(timeline: Timeline, position: int, truncated: bool) -> Caption:

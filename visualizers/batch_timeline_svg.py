@@ -14,6 +14,8 @@ X0, X1, Y0 = 56, WIDTH - 196, 22
 TOKENS, BLOCKS = 64, 56
 TIP_CHARS = 42
 """Characters of a line of the sentence at the latest wait."""
+TIP_ROWS = 10
+"""Room for it, if there are fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ def layout(picture: Picture) -> Layout:
     pitch = 19 if rows <= 24 else 15 if rows <= 36 else 13 if rows <= 48 else 11
     hidden = 16 if picture["num_hidden"] else 0
     height = pitch - (5 if pitch > 15 else 3 if pitch > 11 else 2)
-    return Layout(top, pitch, height, (X1 - X0) / picture["columns"], top + max(rows, 3) * pitch + 8 + hidden)
+    room = max(rows, TIP_ROWS if picture["holds"] else 3)
+    return Layout(top, pitch, height, (X1 - X0) / picture["columns"], top + room * pitch + 8 + hidden)
 
 
 def draw(picture: Picture, palette: Palette) -> str:
@@ -239,7 +242,7 @@ def _tip(picture: Picture, at: Layout, palette: Palette) -> str:
     x = X0 + (tip["column"] - picture["first"] + 0.5) * at.column
     y = at.top + tip["row"] * at.row + at.height / 2
     left = X0 + 14 if x - X0 - 34 > width else min(x + 14, WIDTH - width)
-    top = min(y + 2.4 * at.row, at.blocks - height)
+    top = _tip_top(at, y, height)
     frame = f'stroke="{ink}" fill="none"'
     body = f'<rect x="{x - at.column / 2 - 1.5:.1f}" y="{y - at.height / 2 - 2:g}" '
     body += f'width="{at.column + 3:.1f}" height="{at.height + 4}" {frame}/>'
@@ -250,6 +253,13 @@ def _tip(picture: Picture, at: Layout, palette: Palette) -> str:
         colour, weight = (palette["ink2"], 400) if index >= len(lines) - len(note) else (ink, 600 if index else 400)
         body += text(left + 9, top + 13 + 16 * index, line, colour, size=12, weight=weight)
     return body
+
+
+def _tip_top(at: Layout, y: float, height: float) -> float:
+    """On the rows, below the cell or above it, never on the charts: what a step computed is part of why."""
+    end, above = at.rows_end + 12 - height, y - at.height / 2 - 6 - height
+    below = next((top for top in (y + 2.4 * at.row, y + 14) if top <= end), None)
+    return below if below is not None else above if above >= at.top - Y0 + 4 else end
 
 
 # ---------------------------------------------------------------------- the whole log

@@ -10,7 +10,6 @@ from refimpl.visualizers.palette import Palette, hue, mix
 from refimpl.visualizers.timeline_marks import PALE, hatching, triangle
 from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import STATES, Row
-from refimpl.visualizers.timelines import timeline_of
 from refimpl.visualizers.words import percent
 
 MOST_ROWS = 160
@@ -36,6 +35,7 @@ class Batching:
     name = "batching"
     title = "Static and continuous batching"
     question = "What does waiting for the longest answer cost?"
+    folds = ()
 
     def __init__(self, histories: dict[str, History]) -> None:
         self.histories = histories
@@ -51,7 +51,7 @@ class Batching:
 
 def compare(histories: dict[str, History], position: int | None = None) -> Picture:
     """Runs side by side, over as many steps as the longest has. A request has the hue that it has in the last of them."""
-    timelines = {name: timeline_of(history) for name, history in histories.items()}
+    timelines = {name: history.fold(Timeline) for name, history in histories.items()}
     hues = {row.name: row.hue for timeline in timelines.values() for row in timeline.rows}
     sides = [_side(name, timelines[name], histories[name], hues, position) for name in histories]
     columns = max((side["length"] for side in sides), default=0)

@@ -19,8 +19,6 @@ from refimpl.visualizers.state import State
 
 CELL = struct.Struct("<IBBBx")
 """One block: the oldest owner's sequence id + 1 (0: none), owners, 255 times its fill, kind."""
-_CELL = np.dtype([("owner", "<u4"), ("owners", "u1"), ("fill", "u1"), ("kind", "u1"), ("", "u1")])
-"""The same for arrays."""
 KINDS = ("free", "cached", "owned", "shared", "null")
 OWNED = KINDS.index("owned")
 MOST_ROWS = 40
@@ -36,11 +34,12 @@ class BlockMap:
     name = "block_map"
     title = "BlockMap"
     question = "Which sequence owns this block?"
+    folds = ()
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Cells as packed bytes (:data:`CELL`), and the sequences that own them."""
         state = history.state_at(position)
-        owners = [sequence for sequence in state.alive() if state.device_blocks(sequence)]
+        owners = [sequence for sequence in state.alive() if state.num_device_blocks(sequence)]
         counts = state.counts()
         shared = {block: list(ids) for block, ids in state.shared_blocks(MOST_SHARED)}
         shared_of = Counter(chain.from_iterable(state.blocks.shared.values()))
@@ -100,18 +99,20 @@ class BlockMap:
 def pack(state: State) -> bytes:
     """All cells of a pool."""
     blocks = state.blocks
-    cells = np.zeros(state.num_blocks + 1, dtype=_CELL)
-    cells["owner"] = blocks.owner + 1
-    cells["owners"] = np.minimum(blocks.num_owners, 255)
-    cells["fill"] = (255 * np.arange(state.block_size + 1) // state.block_size)[state.fills()]
-    cells["kind"] = np.where(blocks.num_owners > 0, OWNED + (blocks.num_owners > 1), blocks.published)
-    cells["kind"][NULL_BLOCK] = KINDS.index("null")
+    cells = np.empty((state.num_blocks + 1, 2), dtype="<u4")
+    cells[:, 0] = blocks.owner + 1
+    owners = np.minimum(blocks.num_owners, 255).astype(np.uint8)
+    kinds = np.minimum(owners, 2) + (owners > 0) + ((owners == 0) & (blocks.published > 0))
+    kinds[NULL_BLOCK] = KINDS.index("null")
+    fills = (255 * np.arange(state.block_size + 1) // state.block_size).astype(np.uint8)[state.fills()]
+    bytes_ = cells.view(np.uint8)
+    bytes_[:, 4], bytes_[:, 5], bytes_[:, 6], bytes_[:, 7] = owners, fills, kinds, 0
     return cells.tobytes()
 
 
 def _row(sequence: SequenceState, state: State, shared: int) -> list[Any]:
     """Letter, hue, request, blocks, shared ones, tokens in them, empty slots."""
-    num_blocks = len(state.device_blocks(sequence))
+    num_blocks = state.num_device_blocks(sequence)
     held = num_blocks * state.block_size
     tokens = min(sequence.num_computed_tokens, held)
     return [sequence.letter, sequence.hue, sequence.request_id, num_blocks, shared, tokens, held - tokens]

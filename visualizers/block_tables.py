@@ -33,6 +33,7 @@ class BlockTables:
     name = "block_tables"
     title = "BlockTables"
     question = "When is a shared block copied, and who pays?"
+    folds = ()
 
     def __init__(self) -> None:
         self._copies: WeakKeyDictionary[History, Copies] = WeakKeyDictionary()

@@ -37,7 +37,7 @@ class Copies:
     def latest(self, history: History, position: int) -> tuple[int, int] | None:
         """(position, copies so far) of the latest record at or before ``position`` that copies a block."""
         if self._num_seen < history.first:  # what was not looked at is gone
-            self._known = set(history.base(State).sequences)
+            self._known = set(history.before().sequences)
             self._num_seen = history.first
         for number, record in enumerate(history.records[self._num_seen :], start=self._num_seen):
             for arrival in record.arrived:

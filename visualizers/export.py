@@ -19,7 +19,6 @@ from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_books import Column
 from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
-from refimpl.visualizers.timelines import timeline_of
 
 SLICES = {
     WAITING: "waiting",
@@ -111,7 +110,7 @@ def export_perfetto(source: Any, path: str | Path) -> None:
 
     """
     history = source if isinstance(source, History) else History(log_of(source))
-    timeline = timeline_of(history)
+    timeline = history.fold(Timeline)
     events = _names(timeline)
     for row in timeline.rows:
         events += _slices(row, history.records)

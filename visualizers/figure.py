@@ -7,11 +7,12 @@ same picture without a browser: for GitHub, for exports, and where no widget man
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
-from refimpl.visualizers.history import History
+from refimpl.visualizers.history import Fold, History
 from refimpl.visualizers.palette import FONT, Palette
 
 Caption = list[tuple[str, bool]]
@@ -45,11 +46,20 @@ class Figure(Protocol):
     title: str
     question: str
 
+    @property
+    def folds(self) -> Sequence[type[Fold]]:
+        """What it reads of a history, beside its records and states."""
+
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """What to draw after the record at ``position``; -1 is before the first. It holds nothing that changes later."""
 
     def svg(self, picture: Picture, palette: Palette) -> str:
         """The picture as one ``<svg>`` element of ``WIDTH`` pixels."""
+
+
+def prepare(history: History, figures: Iterable[Figure]) -> None:
+    """Have the records of a history go once through all that these figures read."""
+    history.follow(kind for figure in figures for kind in figure.folds)
 
 
 def count(number: int, what: str) -> str:

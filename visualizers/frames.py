@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from refimpl.events import StepRecord
-from refimpl.visualizers.figure import WIDTH, Figure, Look, Picture, count
+from refimpl.visualizers.figure import WIDTH, Figure, Look, Picture, count, prepare
 from refimpl.visualizers.history import History
 from refimpl.visualizers.player import Player
 
@@ -99,6 +99,7 @@ class Sender:
         if whole:
             self._history, self._num_marked = history, history.first
             self._sent.clear()
+        prepare(history, self._figures)
         look = Look(self.width, player.pinned)
         pictures: dict[str, Picture] = {}
         buffers: list[bytes] = []

@@ -15,20 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from refimpl.decision_texts import describe
 from refimpl.events import RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision
+from refimpl.visualizers.latency_column import SHORTEST, Column
+from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
-from refimpl.visualizers.timeline_books import Arrivals, CountingState
-
-SHORTEST = 1e-6
-"""Seconds; what is shorter counts as this, since a logarithmic axis has no 0."""
-BARS_PER_DECADE = 24
-_SLICES = 20
-"""Fine bins in a bar: a quantile is found in one of them, exactly."""
-_NUM_BARS = 10 * BARS_PER_DECADE
+from refimpl.visualizers.timeline_books import Arrivals
 
 
 @dataclass(slots=True, eq=False)
@@ -72,98 +65,8 @@ class Pause:
     """What the log knows: a preemption, or a prefill in the same step; else the step."""
 
 
-class Column:
-    """Seconds in order of the log, and the distribution of any prefix of them."""
-
-    def __init__(self) -> None:
-        self._low, self._high = float("inf"), 0.0
-        self._new: list[float] = []
-        """Not sorted into bins yet: that is done for many at a time."""
-        self._seconds = np.empty(1024)
-        self._bins = np.empty(1024, dtype=np.intp)
-        self._size = 0
-        self._first = 0
-        """How many are forgotten."""
-
-    def __len__(self) -> int:
-        return self._first + self._size + len(self._new)
-
-    @property
-    def low(self) -> float:
-        """The lowest of all there ever were; infinite where there were none."""
-        self._take_in()
-        return self._low
-
-    @property
-    def high(self) -> float:
-        """The highest of all there ever were."""
-        self._take_in()
-        return self._high
-
-    def forget(self, first: int) -> None:
-        """Let go of all before the ``first``-th."""
-        self._take_in()
-        gone = first - self._first
-        self._seconds, self._bins = self._seconds[gone:].copy(), self._bins[gone:].copy()
-        self._first, self._size = first, self._size - gone
-
-    def extend(self, values: list[float]) -> None:
-        """Append some."""
-        self._new += values
-
-    def _take_in(self) -> None:
-        if not self._new:
-            return
-        new = np.maximum(np.asarray(self._new), SHORTEST)
-        self._new.clear()
-        end = self._size + len(new)
-        if end > len(self._seconds):
-            self._seconds = np.resize(self._seconds, 2 * end)
-            self._bins = np.resize(self._bins, 2 * end)
-        self._seconds[self._size : end] = new
-        fine = (np.log10(new) - np.log10(SHORTEST)) * (BARS_PER_DECADE * _SLICES)
-        self._bins[self._size : end] = np.clip(fine.astype(np.intp), 0, _NUM_BARS * _SLICES - 1)
-        self._size = end
-        self._low, self._high = min(self._low, float(new.min())), max(self._high, float(new.max()))
-
-    def distribution(self, size: int) -> dict[str, Any]:
-        """Of the first ``size`` ones, less those forgotten: how many, exact quantiles, and bars.
-
-        ``bars`` counts them from bar ``first_bar`` on; bar b begins at ``SHORTEST * 10 ** (b / BARS_PER_DECADE)`` seconds.
-        """
-        self._take_in()
-        size -= self._first
-        if size <= 0:
-            return {"count": 0, "p50": None, "p99": None, "first_bar": 0, "bars": []}
-        counts = np.bincount(self._bins[:size], minlength=_NUM_BARS * _SLICES)
-        bars = counts.reshape(_NUM_BARS, _SLICES).sum(axis=1)
-        used = np.flatnonzero(bars)
-        ends = np.cumsum(counts)
-        return {
-            "count": size,
-            "p50": self._quantile(size, ends, 0.5),
-            "p99": self._quantile(size, ends, 0.99),
-            "first_bar": int(used[0]),
-            "bars": bars[used[0] : used[-1] + 1].tolist(),
-        }
-
-    def _quantile(self, size: int, ends: Any, share: float) -> float:
-        """Between the two neighbouring values, as numpy's: linear."""
-        rank = (size - 1) * share
-        low = int(rank)
-        a, b = self._value(size, ends, low), self._value(size, ends, min(low + 1, size - 1))
-        return a + (b - a) * (rank - low)
-
-    def _value(self, size: int, ends: Any, rank: int) -> float:
-        """The value that ``rank`` others precede in order of size; it is in the fine bin where the counts pass the rank."""
-        fine = int(np.searchsorted(ends, rank, side="right"))
-        inside = self._seconds[:size][self._bins[:size] == fine]
-        rest = rank - (int(ends[fine - 1]) if fine else 0)
-        return float(np.partition(inside, rest)[rest])
-
-
 class LatencyFold:
-    """What a history's records say about latency. ``apply`` takes the next one.
+    """What a history's records say about latency: a :class:`refimpl.visualizers.history.Fold`.
 
     Args:
         config: the log header's ``config``.
@@ -171,7 +74,7 @@ class LatencyFold:
 
     """
 
-    def __init__(self, config: dict[str, Any], state: CountingState | None = None, first: int = 0) -> None:
+    def __init__(self, config: dict[str, Any], state: State | None = None, first: int = 0) -> None:
         self.firsts: Tail[RequestLatency] = Tail()
         """Requests that had their first token, in order of it."""
         self.first_tokens, self.pauses = Column(), Column()
@@ -182,7 +85,10 @@ class LatencyFold:
         """Each longer than the one before."""
         self._request_of: dict[int, RequestLatency] = {}
         self._last_token: dict[int, tuple[float, int]] = {}
-        """By sequence: when its newest token came, and with which record."""
+        """By sequence: when its newest token came, and with which record. Of those in ``_together``, an older one."""
+        self._together: Sequence[int] = ()
+        """Sequences that drew the newest tokens, all with one record: when, and which, is in ``_newest``."""
+        self._newest = (0.0, 0)
         self._preempted: dict[int, str] = {}
         """How a sequence was preempted since its newest token."""
         self._prefills: Tail[tuple[int, int, int]] = Tail(first=first)
@@ -192,12 +98,11 @@ class LatencyFold:
         self._ended: deque[tuple[int, int]] = deque()
         """(position, sequence) of what ended in a record that is kept."""
         self._arrivals = Arrivals()
-        self._state = CountingState(config) if state is None else state
         self._kinds = RowKinds(() if state is None else state.prefilling())
         if state is not None:
             self._begin_with(state)
 
-    def _begin_with(self, state: CountingState) -> None:
+    def _begin_with(self, state: State) -> None:
         """Requests that are alive before the first record."""
         requests: dict[int, RequestLatency] = {}
         for known in state.alive():
@@ -237,19 +142,20 @@ class LatencyFold:
         index = bisect.bisect_right(self._longest, position, key=lambda pause: pause.position)
         return self._longest[index - 1] if index else None
 
-    def apply(self, record: StepRecord) -> None:
-        """Take the next record of the log."""
+    def apply(self, record: StepRecord, state: State) -> None:
+        """Take the next record of the log; ``state`` is that after it."""
         self._arrivals.note(record)
-        self._state.apply(record)
-        self._arrive(record)
+        self._arrive(record, state)
         for decision in record.decisions:
             self._note_wait(decision)
         for preemption in record.preempted:
             self._preempted[preemption.sequence_id] = preemption.mode
-        self._admit(record)
+        self._admit(record, state)
         self._prefills.append((*self._largest_prefill(record), sum(record.num_new_tokens)))
-        self._take_tokens(record)
-        for finish in (*record.aborted, *record.exhausted, *record.finished):
+        self._take_tokens(record, state)
+        if ended := (*record.aborted, *record.exhausted, *record.finished):
+            self._part()
+        for finish in ended:
             self._last_token.pop(finish.sequence_id, None)
             self._preempted.pop(finish.sequence_id, None)
             self._without.discard(finish.sequence_id)
@@ -270,38 +176,51 @@ class LatencyFold:
         if decision.kind.startswith("waits_") and request is not None and request.first_position is None:
             request.why = describe(decision)
 
-    def _arrive(self, record: StepRecord) -> None:
+    def _arrive(self, record: StepRecord, state: State) -> None:
         for arrival in record.arrived:
             at = min(self._arrivals.take(sequence_id, record) for sequence_id in arrival.sequence_ids)
-            letter = self._state.sequences[arrival.sequence_ids[0]].letter.partition("·")[0]
+            letter = state.sequences[arrival.sequence_ids[0]].letter.partition("·")[0]
             request = RequestLatency(arrival.request_id, letter, len(arrival.token_ids), at)
             for sequence_id in arrival.sequence_ids:
                 self._remember(sequence_id, request)
 
-    def _admit(self, record: StepRecord) -> None:
+    def _admit(self, record: StepRecord, state: State) -> None:
         for sequence_id, _, _ in record.admitted:
             if (request := self._request_of.get(sequence_id)) is not None and request.admitted_at is None:
                 request.admitted_at = max(request.arrived_at, record.scheduled_at)
-                request.hue = self._state.sequences[sequence_id].hue
+                request.hue = state.sequences[sequence_id].hue
 
-    def _take_tokens(self, record: StepRecord) -> None:
+    def _take_tokens(self, record: StepRecord, state: State) -> None:
         position, now = len(self.num_first), record.updated_at
         drew: Sequence[int] = record.sequence_ids[: len(record.token_ids)]
         if NO_TOKEN in record.token_ids:
             drew = [s for s, token in zip(record.sequence_ids, record.token_ids, strict=False) if token != NO_TOKEN]
-        if not self._without.isdisjoint(drew):
-            self._take_first_tokens(drew, now, position)
-        last = list(map(self._last_token.get, drew))
-        pauses = [now - before[0] for before in last if before is not None]
-        self.pauses.extend(pauses)
-        if pauses and (not self._longest or max(pauses) > self._longest[-1].seconds):
-            rows = ((s, before) for s, before in zip(drew, last, strict=True) if before is not None)
-            sequence_id, (since, before_position) = max(rows, key=lambda row: now - row[1][0])
-            self._note_longest(now - since, sequence_id, before_position, record)
-        self._last_token.update(dict.fromkeys(drew, (now, position)))
+        if not drew:
+            return
+        longest = self._longest[-1].seconds if self._longest else -1.0
+        if drew == self._together:
+            since, before_position = self._newest
+            self.pauses.repeat(now - since, len(drew))
+            if now - since > longest:
+                self._note_longest(now - since, drew[0], before_position, record, state)
+        else:
+            self._part()
+            if not self._without.isdisjoint(drew):
+                self._take_first_tokens(drew, now, position)
+            rows = [(s, *self._last_token[s]) for s in drew if s in self._last_token]
+            self.pauses.extend([now - since for _, since, _ in rows])
+            sequence_id, since, before_position = min(rows, key=lambda row: row[1], default=(-1, now, 0))
+            if rows and now - since > longest:
+                self._note_longest(now - since, sequence_id, before_position, record, state)
+        self._together, self._newest = drew, (now, position)
         if self._preempted:
             for sequence_id in drew:
                 self._preempted.pop(sequence_id, None)
+
+    def _part(self) -> None:
+        """Another batch draws, or a sequence of the last one ends."""
+        self._last_token.update(dict.fromkeys(self._together, self._newest))
+        self._together = ()
 
     def _take_first_tokens(self, drew: Sequence[int], now: float, position: int) -> None:
         firsts = []
@@ -314,20 +233,21 @@ class LatencyFold:
         self._without.difference_update(drew)
         self.first_tokens.extend(firsts)
 
-    def _note_longest(self, seconds: float, sequence_id: int, since: int, record: StepRecord) -> None:
-        sequence = self._state.sequences.get(sequence_id)
+    def _note_longest(self, seconds: float, sequence_id: int, since: int, record: StepRecord, state: State) -> None:
+        sequence = state.sequences.get(sequence_id)
         letter, hue = (sequence.letter, sequence.hue) if sequence else (f"?{sequence_id}", None)
         request_id = sequence.request_id if sequence else f"sequence {sequence_id}"
         position = len(self.num_first)
-        self._longest.append(Pause(seconds, letter, hue, request_id, position, self._cause(sequence_id, since, record)))
+        cause = self._cause(sequence_id, since, record, state)
+        self._longest.append(Pause(seconds, letter, hue, request_id, position, cause))
 
-    def _cause(self, sequence_id: int, since: int, record: StepRecord) -> str:
+    def _cause(self, sequence_id: int, since: int, record: StepRecord, state: State) -> str:
         """Why the sequence had no token between record ``since`` and this one, as far as the log tells."""
         if (mode := self._preempted.get(sequence_id)) is not None:
             return "swapped out" if mode == "swap" else "preempted"
         count, other, total = max(self._prefills[since + 1 :], default=(0, -1, 0))
         if 2 * count > total:
-            sequence = self._state.sequences.get(other)
+            sequence = state.sequences.get(other)
             name = sequence.letter if sequence else f"sequence {other}"
             return f"behind a prefill of {name} ({count:,} tokens)"
         return f"in step {record.step}"

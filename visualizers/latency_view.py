@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from refimpl.visualizers.figure import WHOLE, WIDTH, Caption, Look, Picture, count, document, plain, rect, text
 from refimpl.visualizers.history import History
-from refimpl.visualizers.latency_fold import BARS_PER_DECADE, SHORTEST, LatencyFold, Pause, RequestLatency
+from refimpl.visualizers.latency_column import BARS_PER_DECADE, SHORTEST
+from refimpl.visualizers.latency_fold import LatencyFold, Pause, RequestLatency
 from refimpl.visualizers.palette import Palette, hue
-from refimpl.visualizers.timeline_books import CountingState
 
 MOST_DOTS = 2000
 """Requests that are drawn as dots; more are drawn as bars."""
@@ -34,19 +33,7 @@ class LatencyView:
     title = "LatencyView"
     question = "How long to the first word, and how steady after it?"
 
-    def __init__(self) -> None:
-        self._folds: WeakKeyDictionary[History, LatencyFold] = WeakKeyDictionary()
-
-    def fold(self, history: History) -> LatencyFold:
-        """The latencies of a history, up to its newest record."""
-        fold = self._folds.get(history)
-        if fold is None or len(fold.num_first) < history.first:  # new, or what it has not seen is forgotten
-            base = history.base(CountingState) if history.first else None
-            fold = self._folds[history] = LatencyFold(history.config, base, history.first)
-        for record in history.records[len(fold.num_first) :]:
-            fold.apply(record)
-        fold.forget(history.first)
-        return fold
+    folds = (LatencyFold,)
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Two distributions up to the record at ``position``; their axes hold the whole log, so that they stand still.
@@ -54,7 +41,7 @@ class LatencyView:
         ``first.dots`` are [seconds, seconds in the queue, hue, letter, request, prompt tokens, position], none above
         ``MOST_DOTS``; ``first.waiting`` are [seconds so far, hue, letter, request].
         """
-        fold = self.fold(history)
+        fold = history.fold(LatencyFold)
         position = min(position, len(history.records) - 1)
         known = position >= history.first
         num_first, num_pauses = (fold.num_first[position], fold.num_pauses[position]) if known else (0, 0)
@@ -186,7 +173,8 @@ def _slowest(requests: list[RequestLatency]) -> str:
     """Where the slowest first token's time went; empty for one, or for more than are drawn as dots."""
     if len(requests) < 2:
         return ""
-    request = max(requests, key=lambda one: one.dot[0])
+    times = [one.dot[0] for one in requests]
+    request = requests[times.index(max(times))]
     seconds, queued, *_ = request.dot
     why = f" ({request.why.removeprefix('waits: ')})" if request.why else ""
     return f" {request.letter} took longest, {seconds_text(seconds)}, of which {seconds_text(queued)} in the queue{why}."

@@ -16,8 +16,10 @@ from refimpl.visualizers.state import State
 from refimpl.visualizers.words import names, percent, size
 
 MAX_HUES = 4
-Holder = list[Any]
-"""One segment of a bar: letter, request ids, hues, slots that hold a token, slots held, owners."""
+Holder = Sequence[Any]
+"""One segment of a bar: letter, request id, hue, slots that hold a token, slots held, owners.
+
+Where there are several owners, a list of their request ids, and one of their hues."""
 
 
 class MemoryView:
@@ -26,12 +28,14 @@ class MemoryView:
     name = "memory_view"
     title = "MemoryView"
     question = "Where did the memory go, and how much of it holds tokens?"
+    folds = ()
 
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""
         state = history.state_at(position)
-        sequences = [sequence for sequence in state.alive() if sequence.table]
-        holding = [sequence for sequence in state.alive() if state.device_blocks(sequence)]
+        alive = state.alive()
+        sequences = [sequence for sequence in alive if sequence.table]
+        holding = [sequence for sequence in alive if state.num_device_blocks(sequence)]
         holders, usage = _usage(state, holding)
         reserves = bool(history.config.get("reserved_blocks"))
         run = max(1, -(-history.config["max_model_len"] // state.block_size))
@@ -80,7 +84,7 @@ def _usage(state: State, sequences: Sequence[SequenceState]) -> tuple[list[Holde
 
 def _tokens_here(state: State, sequence: SequenceState) -> int:
     """Of a swapped sequence, those in blocks that it holds on the device, which are the head of its table."""
-    return min(sequence.num_computed_tokens, len(state.device_blocks(sequence)) * state.block_size)
+    return min(sequence.num_computed_tokens, state.num_device_blocks(sequence) * state.block_size)
 
 
 def _shared(state: State) -> dict[int, list[tuple[int, int, tuple[int, ...]]]]:
@@ -99,8 +103,8 @@ def _holders(
 ) -> list[Holder]:
     """The shared blocks of which the sequence is the oldest owner, by who the others are, and its own ones."""
     size = state.block_size
-    filled, held = _tokens_here(state, sequence), len(state.device_blocks(sequence)) * size
-    groups: dict[tuple[int, ...], Holder] = {}
+    filled, held = _tokens_here(state, sequence), state.num_device_blocks(sequence) * size
+    groups: dict[tuple[int, ...], list[Any]] = {}
     for index, block_id, owners in shared.get(sequence.sequence_id, ()):
         filled -= min(size, max(0, sequence.num_computed_tokens - index * size))
         held -= size
@@ -110,11 +114,11 @@ def _holders(
             group = groups[owners]
             group[3] += state.block(block_id).fill
             group[4] += size
-    own = [[sequence.letter, [sequence.request_id], [sequence.hue], filled, held, 1]] if held else []
-    return [*groups.values(), *own]
+    own = (sequence.letter, sequence.request_id, sequence.hue, filled, held, 1)
+    return [*groups.values(), own] if held else [*groups.values()]
 
 
-def _group(state: State, owners: tuple[int, ...]) -> Holder:
+def _group(state: State, owners: tuple[int, ...]) -> list[Any]:
     together = [state.sequences[owner] for owner in owners]
     requests = list(dict.fromkeys(sequence.request_id for sequence in together))
     hues = list(dict.fromkeys(sequence.hue for sequence in together))[:MAX_HUES]
@@ -145,7 +149,7 @@ def _bytes(config: dict[str, Any], state: State) -> dict[str, Any] | None:
 def _contiguous(state: State, sequences: Sequence[SequenceState], run: int, fit: int) -> dict[str, Any]:
     """Reservations of ``run`` blocks for as many as fit, oldest first; a rest that is too short for another is lost."""
     reserved, pool = run * state.block_size, state.num_blocks * state.block_size
-    holders = [[s.letter, [s.request_id], [s.hue], s.num_computed_tokens, reserved, 1] for s in sequences[:fit]]
+    holders = [(s.letter, s.request_id, s.hue, s.num_computed_tokens, reserved, 1) for s in sequences[:fit]]
     room = state.num_blocks // run - fit
     stranded = state.num_blocks % run * state.block_size
     tokens = sum(sequence.num_computed_tokens for sequence in sequences[:fit])
@@ -180,7 +184,7 @@ def _as_if_paged(state: State, sequences: Sequence[SequenceState]) -> dict[str, 
     holders: list[Holder] = []
     for sequence in sequences:
         tokens, blocks = sequence.num_computed_tokens, -(-sequence.num_computed_tokens // state.block_size)
-        holders.append([sequence.letter, [sequence.request_id], [sequence.hue], tokens, blocks * state.block_size, 1])
+        holders.append((sequence.letter, sequence.request_id, sequence.hue, tokens, blocks * state.block_size, 1))
     filled, held = sum(holder[3] for holder in holders), sum(holder[4] for holder in holders)
     free = state.num_blocks - held // state.block_size
     usage = {"filled_slots": filled, "wasted_slots": held - filled, "cached_blocks": 0, "free_blocks": free}

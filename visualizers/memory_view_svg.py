@@ -56,7 +56,8 @@ def _bar(picture: Picture, bar: dict[str, Any], y: float, palette: Palette, hatc
     scale = WIDTH / picture["slots"]
     x = picture["null"] * scale
     parts = [rect(0, y, WIDTH, BAR_H, palette["free"]), rect(0, y, max(1, x - 0.6), BAR_H, palette["ink3"])]
-    for letter, _, hues, filled, held, owners in bar["holders"]:
+    for letter, _, shown, filled, held, owners in bar["holders"]:
+        hues = shown if isinstance(shown, list) else [shown]
         solid = hue(palette, hues[0]) if len(hues) == 1 else _stripes([hue(palette, h) for h in hues], hatches)
         parts.append(rect(x, y, max(0.5, filled * scale - (0.6 if filled == held else 0)), BAR_H, solid))
         if (held - filled) * scale >= 0.6:

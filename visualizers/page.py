@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from refimpl.errors import RefimplError
 from refimpl.visualizers import static_html
 from refimpl.visualizers.figure import Figure
@@ -35,8 +37,13 @@ def static_text(*names: str) -> str:
 
 
 def script(names: Sequence[str]) -> str:
-    """The module of a view with these figures."""
+    """What draws a view with these figures: it defines ``render``."""
     return static_text("common.js", *(f"{name}.js" for name in names), "shell.js")
+
+
+def module(names: Sequence[str]) -> str:
+    """The same as a module for anywidget."""
+    return f"{script(names)}\nexport default {{ render }};\n"
 
 
 def style(names: Sequence[str]) -> str:
@@ -86,10 +93,12 @@ def _record(player: Player, figures: Sequence[Figure]) -> tuple[dict[str, Any], 
     viewer, sender, chunks, frames = _Viewer(player, first), Sender(figures), list[str](), list[dict[str, Any]]()
     for position in range(first, last + 1):
         viewer.position = position
-        frames.append(_frame(sender, viewer, first, whole=not frames))
+        frame, buffers = _frame(sender, viewer, first, whole=not frames)
+        frames.append(frame | {"buffers": [_text(buffer) for buffer in buffers]})
         if len(frames) == CHUNK or position == last:
             chunks.append(_packed(frames))
             frames.clear()
+    frame, buffers = _frame(Sender(figures), viewer, first, whole=True)
     opening = {
         "shown": [[figure.name, figure.title, figure.question] for figure in figures],
         "heading": heading(history.config) + (f"; the last {last + 1 - first:,} steps of {last + 1:,}" if first else ""),
@@ -97,20 +106,35 @@ def _record(player: Player, figures: Sequence[Figure]) -> tuple[dict[str, Any], 
         "first": first,
         "count": last + 1,
         "size": CHUNK,
-        "frame": _frame(Sender(figures), viewer, first, whole=True),
+        "frame": frame | {"buffers": [_text(_runs(buffer)) for buffer in buffers]},
     }
     return opening, chunks
 
 
-def _frame(sender: Sender, viewer: _Viewer, first: int, whole: bool) -> dict[str, Any]:
+def _frame(sender: Sender, viewer: _Viewer, first: int, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
     message, buffers = sender.frame(viewer, whole)  # type: ignore[arg-type]
-    texts = [base64.b64encode(buffer).decode() for buffer in buffers]
-    return {"transport": message["transport"] | {"first": first}, "changes": message["pictures"], "buffers": texts}
+    return {"transport": message["transport"] | {"first": first}, "changes": message["pictures"]}, buffers
+
+
+def _runs(cells: bytes) -> bytes:
+    """Equal neighbours once, each after their number: 32-bit words, little-endian."""
+    words = np.frombuffer(cells, dtype="<u8")
+    starts = np.flatnonzero(np.concatenate(([True], words[1:] != words[:-1])))
+    lengths = np.diff(starts, append=len(words)).astype("<u4")
+    return np.column_stack((lengths, words[starts].view("<u4").reshape(-1, 2))).tobytes()
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
 
 
 def _packed(content: Any) -> str:
     """JSON, gzipped, in base64."""
-    return base64.b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
+    return _text(gzip.compress(_json(content).encode(), mtime=0))
 
 
 class _Viewer:
@@ -124,8 +148,11 @@ class _Viewer:
 
 
 def _page(opening: dict[str, Any], chunks: list[str], still: str) -> str:
+    """The script stands before what is large: the first picture is drawn while the rest of the page is read."""
     names = [name for name, _, _ in opening["shown"]]
-    module = script(names).replace("</", "<\\/") + "\n" + static_text("page.js").replace("</", "<\\/")
+    code = f"{script(names)}\n{static_text('page.js')}".replace("</", "<\\/")
+    known = _json(opening).replace("<", r"\u003c")  # no text of the log ends the element
+    data = "\n".join(f'<script type="text/plain" id="chunk-{number}">{text}</script>' for number, text in enumerate(chunks))
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -136,10 +163,15 @@ body {{ margin: 0; }}
 {style(names)}
 </style>
 <div id="view"></div>
-<noscript>{still}</noscript>
-<script type="module">
-{module}
-openPage("{_packed(opening)}", {json.dumps(chunks)}, document.getElementById("view"));
+<script type="application/json" id="opening">{known}</script>
+<script>
+(() => {{
+"use strict";
+{code}
+openPage(document.getElementById("opening"), document.getElementById("view"));
+}})();
 </script>
+<noscript>{still}</noscript>
+{data}
 </html>
 """

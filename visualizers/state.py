@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
@@ -21,8 +21,10 @@ from refimpl.decision_texts import describe
 from refimpl.events import StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish, Preemption
 from refimpl.visualizers.blocks import Blocks, BlockState
+from refimpl.visualizers.kept import Kept
+from refimpl.visualizers.last_batch import LastBatch
 from refimpl.visualizers.sequence_state import NEUTRAL, NUM_HUES, SequenceState
-from refimpl.visualizers.swapped import Place, Swapped
+from refimpl.visualizers.swapped import Swapped
 from refimpl.visualizers.words import letters
 
 
@@ -43,8 +45,8 @@ class State:
         """Whether the log began in the middle of a run: what ran before it is not known."""
         self.record: StepRecord | None = None
         """The record applied last."""
-        self.sequences: dict[int, SequenceState] = {}
-        """All that have not ended, and those that ended in the last record, by id."""
+        self._sequences: dict[int, SequenceState] = {}
+        self._batch = LastBatch()
         self.num_requests = 0
         self.num_finished = 0
         self.blocks = Blocks(self.num_blocks)
@@ -62,6 +64,13 @@ class State:
 
     # ------------------------------------------------------------------ reading
 
+    @property
+    def sequences(self) -> dict[int, SequenceState]:
+        """All that have not ended, and those that ended in the last record, by id."""
+        if self._batch.untold:
+            self._batch.tell(self._sequences)
+        return self._sequences
+
     def block(self, block_id: int) -> BlockState:
         """A block as it is now."""
         owners, published = tuple(self.blocks.owners(block_id)), self.blocks.is_published(block_id)
@@ -74,15 +83,18 @@ class State:
     def fills(self) -> np.ndarray[Any, Any]:
         """By block id, slots that hold a token. Only the blocks at the ends of tables are looked at one by one."""
         size, num_owners = self.block_size, self.blocks.num_owners
-        filled = np.where((num_owners > 0) | (self.blocks.published > 0), size, 0)
+        filled = ((num_owners > 0) | (self.blocks.published > 0)) * np.uint16(size)
+        ends: list[int] = []
+        own: list[int] = []
         for sequence in self.sequences.values():
-            computed, table = sequence.num_computed_tokens, sequence.table
-            for index in range(computed // size, len(table)):
-                one, own = table[index], min(size, max(0, computed - index * size))
-                filled[one] = own if self.blocks.count(one) < 2 else self.block(one).fill
-        for sequence_id in self.swapped.tables:
-            for _, one in self.swapped.held(sequence_id):
-                filled[one] = self.block(one).fill
+            whole, rest = divmod(sequence.num_computed_tokens, size)
+            if left := sequence.table[whole:]:
+                ends += left
+                own += (rest, *(0,) * (len(left) - 1))
+        filled[ends] = own
+        several = np.asarray(ends, dtype=np.intp)[num_owners[ends] > 1].tolist() if self.blocks.shared else []
+        for one in (*several, *(one for sequence_id in self.swapped.tables for _, one in self.swapped.held(sequence_id))):
+            filled[one] = self.block(one).fill
         return filled
 
     def num_owners(self, block_id: int) -> int:
@@ -101,6 +113,10 @@ class State:
     def device_blocks(self, sequence: SequenceState) -> list[tuple[int, int]]:
         """(index in its table, block) of all that a sequence owns on the device, swapped or not."""
         return list(enumerate(sequence.table)) if sequence.table else self.swapped.held(sequence.sequence_id)
+
+    def num_device_blocks(self, sequence: SequenceState) -> int:
+        """How many they are."""
+        return len(sequence.table) or len(self.swapped.held(sequence.sequence_id))
 
     def alive(self) -> list[SequenceState]:
         """Sequences that wait, run or pad a batch, in order of age."""
@@ -121,12 +137,17 @@ class State:
     def apply(self, record: StepRecord) -> None:
         """Take the next record of the log."""
         for sequence_id in self._ended:
-            del self.sequences[sequence_id]
+            del self._sequences[sequence_id]
         self._ended.clear()
         self.truncated |= self.record is None and record.step > 0
         self.record = record
-        self._plan(record)
-        self._draw(record)
+        if self._batch.goes_on(record):
+            self._plan(record)
+            self._batch.add(record)
+        else:
+            self._batch.tell(self._sequences)
+            self._plan(record)
+            self._draw(record)
 
     def _plan(self, record: StepRecord) -> None:
         """What the step's planning did, in the order that :mod:`refimpl.events` gives."""
@@ -142,15 +163,16 @@ class State:
             self._preempt(preemption, moved)
         self.blocks.unpublish(record.cache_changes.evicted)
         for parent, child in record.forks:
-            if child not in self.sequences and parent in self.sequences:
-                self._branch(self.sequences[parent], child, record)
-            if child in self.sequences:
-                self.sequences[child].parent = parent
+            if child not in self._sequences and parent in self._sequences:
+                self._branch(self._sequences[parent], child, record)
+                for preemption in (one for one in record.preempted if one.sequence_id == child):  # before it ever ran
+                    self._preempt(preemption, moved)
+            if child in self._sequences:
+                self._sequences[child].parent = parent
         self.swapped.move_in({host_id: block_id for block_id, host_id in record.swapped_in})
-        by_slot = dict(zip(record.slots, record.sequence_ids, strict=True))
         for sequence_id, slot, num_computed_tokens in record.admitted:
-            by_slot[slot] = sequence_id
             self._admit(sequence_id, slot, num_computed_tokens)
+        by_slot = self._batch.by_slot(record)
         for slot in record.restarted:
             if (sequence := self._living(by_slot.get(slot))) is not None:
                 sequence.num_computed_tokens = 0
@@ -166,7 +188,8 @@ class State:
 
     def _draw(self, record: StepRecord) -> None:
         """What the step computed: keys and values, tokens, ends."""
-        sequences = self.sequences
+        sequences = self._sequences
+        self._batch.begin(record)
         for sequence_id, num_new_tokens in zip(record.sequence_ids, record.num_new_tokens, strict=True):
             if (sequence := sequences.get(sequence_id)) is not None and sequence.phase != "finished":
                 sequence.num_computed_tokens += num_new_tokens
@@ -186,11 +209,11 @@ class State:
 
     def _branch(self, parent: SequenceState, sequence_id: int, record: StepRecord) -> None:
         """A beam forks off another, which has its own token already."""
-        first = self.sequences.get(parent.family, parent)
+        first = self._sequences.get(parent.family, parent)
         self._alive_of[parent.family] = self._alive_of.get(parent.family, 0) + 1
         number = sequence_id - parent.family
         texts = [*parent.token_texts[:-1], self._to_come.pop(sequence_id, "")]
-        self.sequences[sequence_id] = SequenceState(
+        self._sequences[sequence_id] = SequenceState(
             sequence_id=sequence_id,
             request_id=parent.request_id,
             family=parent.family,
@@ -204,7 +227,7 @@ class State:
         )
 
     def _living(self, sequence_id: int | None) -> SequenceState | None:
-        sequence = self.sequences.get(sequence_id) if sequence_id is not None else None
+        sequence = self._sequences.get(sequence_id) if sequence_id is not None else None
         return sequence if sequence is not None and sequence.phase != "finished" else None
 
     def _arrive(self, arrival: Any, record: StepRecord) -> None:
@@ -214,7 +237,7 @@ class State:
         family = arrival.sequence_ids[0]
         self._alive_of[family] = len(arrival.sequence_ids)
         for index, sequence_id in enumerate(arrival.sequence_ids):
-            self.sequences[sequence_id] = SequenceState(
+            self._sequences[sequence_id] = SequenceState(
                 sequence_id=sequence_id,
                 request_id=arrival.request_id,
                 family=family,
@@ -228,7 +251,7 @@ class State:
             )
 
     def _admit(self, sequence_id: int, slot: int, num_computed_tokens: int) -> None:
-        if self.truncated and sequence_id not in self.sequences:
+        if self.truncated and sequence_id not in self._sequences:
             self._arrive_unseen(sequence_id)
         if (sequence := self._living(sequence_id)) is None:
             return
@@ -242,7 +265,7 @@ class State:
         """A sequence whose arrival is not in the log any more."""
         name = f"sequence {sequence_id}"
         self._alive_of[sequence_id] = 1
-        self.sequences[sequence_id] = SequenceState(
+        self._sequences[sequence_id] = SequenceState(
             sequence_id, name, sequence_id, f"?{sequence_id}", name, 0, [], 0, 0.0, 0
         )
 
@@ -314,7 +337,7 @@ class State:
         for name, book in kept.books.items():
             setattr(state, name, book.copy())
         for one in kept.alive:
-            sequence = state.sequences[one.sequence_id] = replace(one, table=list(one.table))
+            sequence = state._sequences[one.sequence_id] = replace(one, table=list(one.table))
             state.blocks.own(sequence.sequence_id, sequence.table, 0)
         state.swapped.take(kept.swapped)
         state.blocks.publish_as(kept.findable)
@@ -323,17 +346,3 @@ class State:
 
 _NUMBERS = ("record", "truncated", "num_requests", "num_finished")
 _BOOKS = ("_resting_hues", "_hue_of", "_alive_of", "_ended", "_to_come")
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What :meth:`State.keep` keeps."""
-
-    config: dict[str, Any]
-    numbers: dict[str, Any]
-    books: dict[str, Any]
-    alive: list[SequenceState]
-    """Their tables are packed."""
-    swapped: dict[int, tuple[Place, ...]]
-    findable: Any
-    """Of :meth:`refimpl.visualizers.blocks.Blocks.findable`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from refimpl.visualizers.figure import Caption, Figure
+from refimpl.visualizers.figure import Caption, Figure, prepare
 from refimpl.visualizers.frames import why
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import FONT, LIGHT
@@ -18,6 +18,7 @@ def caption_html(caption: Caption) -> str:
 
 def figures(shown: Sequence[Figure], history: History, position: int) -> str:
     """The pictures of some figures at one position."""
+    prepare(history, shown)
     record = history.records[position] if history.first <= position < len(history) else None
     where = f"Step {record.step} of {history.records[-1].step}." if record else "No step yet."
     if history.first:

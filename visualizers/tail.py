@@ -43,6 +43,11 @@ class Tail(Sequence[Item]):
             raise IndexError(f"index {index} is not kept: those from {self.first} to {len(self) - 1} are")
         return self._kept[at]
 
+    def pick(self, indices: Iterable[int]) -> list[Item]:
+        """Those with these indices, all of which are kept."""
+        kept, first = self._kept, self.first
+        return [kept[index - first] for index in indices]
+
     def append(self, item: Item) -> None:
         """Take one more."""
         self._kept.append(item)

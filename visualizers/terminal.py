@@ -29,7 +29,6 @@ from refimpl.visualizers.sequence_state import NEUTRAL, SequenceState
 from refimpl.visualizers.state import State
 from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
-from refimpl.visualizers.timelines import timeline_of
 
 FREE, CACHED, NULL, MANY_OWNERS = "·", "░", "∅", "+"
 DECODES = "▁▂▄▆▇"
@@ -189,7 +188,7 @@ def _timeline(history: History, position: int, width: int, room: int, palette: P
     if position < history.first or not history.records:
         return ["no requests yet"]
     position = min(position, len(history) - 1)
-    timeline = timeline_of(history)
+    timeline = history.fold(Timeline)
     state = history.state_at(position)
     widest = _rows(timeline, state, position + 4 - width, position)
     label = max(len(row.letter) for row in widest) if widest else 1

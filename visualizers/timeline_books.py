@@ -9,20 +9,8 @@ from typing import Any, NamedTuple
 
 from refimpl.events import StepRecord
 from refimpl.outputs import NO_TOKEN
-from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.timeline_runs import WAITS, Row
-
-
-class CountingState(State):
-    """The state after each record, for whoever needs letters, hues and counts of blocks: no texts and computed tokens.
-
-    A step that draws tokens for sequences which go on costs nothing but its new blocks.
-    """
-
-    def _draw(self, record: StepRecord) -> None:
-        for finish in record.finished:
-            self._end(finish)
 
 
 class Column(NamedTuple):

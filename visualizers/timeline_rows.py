@@ -16,17 +16,9 @@ from typing import Any
 from refimpl.decision_texts import describe
 from refimpl.events import ArrivalRecord, RowKinds, StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish
+from refimpl.visualizers.state import State
 from refimpl.visualizers.tail import Tail
-from refimpl.visualizers.timeline_books import (
-    Arrivals,
-    Column,
-    CountingState,
-    Holds,
-    Presence,
-    Waits,
-    batch_of,
-    cause_of,
-)
+from refimpl.visualizers.timeline_books import Arrivals, Column, Holds, Presence, Waits, batch_of, cause_of
 from refimpl.visualizers.timeline_overview import Overview
 from refimpl.visualizers.timeline_runs import (
     DECODE,
@@ -53,7 +45,7 @@ _SAYS_NO_MORE = frozenset(("decoding",))
 
 
 class Timeline:
-    """Rows, columns, and the queue's reasons of one log. ``append`` takes the next record.
+    """Rows, columns, and the queue's reasons of one log: a :class:`refimpl.visualizers.history.Fold`.
 
     Args:
         config: the log header's ``config``.
@@ -61,7 +53,7 @@ class Timeline:
 
     """
 
-    def __init__(self, config: dict[str, Any], state: CountingState | None = None, first: int = 0) -> None:
+    def __init__(self, config: dict[str, Any], state: State | None = None, first: int = 0) -> None:
         self.rows: Tail[Row] = Tail()
         """In order of arrival."""
         self.row_of: dict[int, Row] = {}
@@ -80,13 +72,14 @@ class Timeline:
         self.started_at: float | None = None
         self.ended_at = 0.0
         self.presence = Presence(first, [])
-        self._state = CountingState(config) if state is None else state
         shares = config.get("can_share", not config.get("reserved_blocks"))  # logs of 0.1 do not tell
         self._can_follow = bool(config.get("enable_kv_cache", True) and shares)
         self._kinds = RowKinds(() if state is None else state.prefilling())
         self._arrivals = Arrivals()
         self._holding: dict[int, Row] = {}
         """Rows that hold a slot, by index."""
+        self._decoding: set[int] = set()
+        """Sequences that draw one token in each step."""
         self._queue, self._counts = dict[int, Row](), [0] * len(STATES)
         self._followers: dict[str, list[Row]] = {}
         """By request, samples that wait for their prompt."""
@@ -104,7 +97,7 @@ class Timeline:
     def __len__(self) -> int:
         return len(self.columns)
 
-    def _begin_with(self, state: CountingState) -> None:
+    def _begin_with(self, state: State) -> None:
         """Rows of all that are alive before the first column: what each did is known from there on."""
         self._num_requests = len({sequence.request_id for sequence in state.alive()})
         phases = {"waiting": WAITING, "preempted": QUEUED, "swapped": SWAPPED, "padding": PADDING}
@@ -141,31 +134,25 @@ class Timeline:
     def _present(self) -> list[int]:
         return [*self._holding, *islice(self._queue, QUEUE_NOTED)]
 
-    def extend(self, records: Sequence[StepRecord]) -> None:
-        """Take those of a history's records that are new."""
-        for record in records[len(self.columns) :]:
-            self.append(record)
-
-    def append(self, record: StepRecord) -> None:
-        """Take the next record of the log."""
+    def apply(self, record: StepRecord, state: State) -> None:
+        """Take the next record of the log; ``state`` is that after it."""
         column = len(self.columns)
         if self.presence.page_ends(column):
             self.presence.page(self._present())
         self._arrivals.note(record)
-        self._state.apply(record)
         for arrival in record.arrived:
-            self._arrive(arrival, record)
+            self._arrive(arrival, record, state)
         for finish in (*record.aborted, *record.exhausted):
             self._end(finish, column, column)
         for preemption in record.preempted:
             self._preempt(preemption.sequence_id, preemption.mode)
-        self._admit(record)
+        self._admit(record, state)
         if not self._goes_on(record):
             self._compute(record)
         for decision in record.decisions:
             self._note(decision, record.step)
         self.overview.close(column)
-        self._count(record)
+        self._count(record, state)
         for row in self._late:
             self._set(row, column + 1, GONE)
         self._late.clear()
@@ -174,10 +161,10 @@ class Timeline:
 
     # ------------------------------------------------------------------ who comes and goes
 
-    def _arrive(self, arrival: ArrivalRecord, record: StepRecord) -> None:
+    def _arrive(self, arrival: ArrivalRecord, record: StepRecord, state: State) -> None:
         self._num_requests += 1
         for index, sequence_id in enumerate(arrival.sequence_ids):
-            known = self._state.sequences[sequence_id]
+            known = state.sequences[sequence_id]
             at = self._arrivals.take(sequence_id, record)
             row = self._add(sequence_id, arrival.request_id, known.letter, known.name, at, index == 0)
             if index and self._can_follow:
@@ -201,14 +188,14 @@ class Timeline:
         self._holding[row.index] = row
         return row
 
-    def _admit(self, record: StepRecord) -> None:
+    def _admit(self, record: StepRecord, state: State) -> None:
         parents = {child: parent for parent, child in record.forks}
         for sequence_id, _, _ in record.admitted:
             row = self.row_of.get(sequence_id) or self._unseen(sequence_id, record)
             if row.end is not None:
                 continue
             self._holding[row.index] = row
-            if (known := self._state.sequences.get(sequence_id)) is not None:
+            if (known := state.sequences.get(sequence_id)) is not None:
                 row.hue = known.hue
             parent = self.row_of.get(parents.get(sequence_id, -1))
             if parent is not None:
@@ -256,9 +243,10 @@ class Timeline:
     def _compute(self, record: StepRecord) -> None:
         """The rows of a batch, and what they computed tokens for."""
         column, computed, steady = len(self), [0] * len(STATES), not record.num_accepted
-        kinds = self._kinds.of(record)
-        batch: set[int] = set()
-        for index, sequence_id in enumerate(record.sequence_ids):
+        kinds, others = self._kinds.of(record), self._not_as_before(record)
+        computed[DECODE] = sum(record.num_new_tokens) - sum(record.num_new_tokens[index] for index in others)
+        for index in others:
+            sequence_id = record.sequence_ids[index]
             row = self.row_of.get(sequence_id) or self._unseen(sequence_id, record)
             token = record.token_ids[index] if index < len(record.token_ids) else NO_TOKEN
             num_new, drawn = record.num_new_tokens[index], int(token >= 0)
@@ -267,18 +255,26 @@ class Timeline:
             state = PADDING if row.end is not None else PREFILL if prefill else DECODE
             self._set(row, column, state, 0 if state == PADDING else drawn, num_new if state == PREFILL else 0)
             computed[state] += num_new
-            batch.add(row.index)
             if state == PADDING and row.index not in self._holding:
                 self._late.append(row)
             if drawn:
                 self._drew(row, drawn, record)
             steady &= state == PADDING or (state == DECODE and drawn == 1)
-        for row in self._holding.values():
-            if row.index not in batch and row.end is None:
-                self._set(row, column, IDLE)
+        if len(record.sequence_ids) - len(self._late) < len(self._holding):
+            batch = set(record.sequence_ids)
+            for row in self._holding.values():
+                if row.sequence_id not in batch and row.end is None:
+                    self._set(row, column, IDLE)
         self._computed = computed[PREFILL], computed[DECODE], computed[PADDING]
         self.most_tokens = max(self.most_tokens, sum(self._computed))
         self._steady = batch_of(record) if steady and not self._late else None
+
+    def _not_as_before(self, record: StepRecord) -> Sequence[int]:
+        """The rows of a batch that may do another thing than draw one more token, as they did in the last step."""
+        rows, decoding = range(len(record.sequence_ids)), self._decoding
+        if NO_TOKEN in record.token_ids or record.num_accepted or len(record.token_ids) < len(rows):
+            return rows
+        return [index for index, sequence_id in enumerate(record.sequence_ids) if sequence_id not in decoding]
 
     def _drew(self, row: Row, drawn: int, record: StepRecord) -> None:
         self.most_drawn = max(self.most_drawn, drawn)
@@ -309,6 +305,7 @@ class Timeline:
         """All changes of rows go through here: the queue, the counts and the overview follow."""
         old = row.state
         row.set(column, (state, drawn, num_new))
+        (self._decoding.add if (state, drawn) == (DECODE, 1) else self._decoding.discard)(row.sequence_id)
         if old == state:
             return
         self._counts[old] -= 1
@@ -325,7 +322,7 @@ class Timeline:
         if state in WAITS:
             self._waits.begin(row)
 
-    def _count(self, record: StepRecord) -> None:
+    def _count(self, record: StepRecord, state: State) -> None:
         """Close the column: blocks, tokens, and what everyone who waits waits for."""
         idle = [row for row in self._holding.values() if row.state == IDLE] if self._counts[IDLE] else []
         self._waits.count(self.holds.last, len(self._queue), len(self) - self._last_preemption, idle)
@@ -334,12 +331,12 @@ class Timeline:
         self.slot_steps += sum(self._counts[state] for state in WITH_SLOT)
         self.started_at = record.scheduled_at if self.started_at is None else self.started_at
         self.ended_at = record.updated_at
-        blocks = self._state.counts()
+        blocks = state.counts()
         self.columns.append(
             Column(
                 record.step,
                 *self._computed,
-                *(blocks["owned"], blocks["shared"], blocks["cached"], self._state.swapped.num_used),
+                *(blocks["owned"], blocks["shared"], blocks["cached"], state.swapped.num_used),
                 sum(self._counts[FOLLOWS:]),
                 *(self._num_requests, self._waits.num_requests, self._num_preemptions),
                 tuple(self._waits.steps),

@@ -64,6 +64,10 @@ class Row:
         """The first column in which it is not there any more; None while it is."""
         return self.starts[-1] if self.state == GONE else None
 
+    def stays_until(self, column: int) -> bool:
+        """Whether it is there in a column, of those since it arrived."""
+        return self.state != GONE or self.starts[-1] > column
+
     def set(self, column: int, kind: Kind) -> None:
         """It is of this kind from ``column`` on, whatever was set for that column before."""
         if self.starts and self.starts[-1] == column:

@@ -18,7 +18,7 @@ from refimpl.errors import RefimplError
 from refimpl.visualizers import static_html
 from refimpl.visualizers.figure import WIDTH, Figure, plain
 from refimpl.visualizers.frames import Sender
-from refimpl.visualizers.page import heading, script, style
+from refimpl.visualizers.page import heading, module, style
 from refimpl.visualizers.player import Player
 from refimpl.visualizers.source import player_for
 
@@ -56,7 +56,7 @@ class View(anywidget.AnyWidget):
     def __init_subclass__(cls, **options: Any) -> None:
         if "figures" in cls.__dict__:  # traitlets makes a further subclass for each widget
             names = tuple(figure.name for figure in cls.figures)
-            cls._esm, cls._css = script(names), style(names)
+            cls._esm, cls._css = module(names), style(names)
         super().__init_subclass__(**options)
 
     def __init__(self, source: Any, **options: Any) -> None:

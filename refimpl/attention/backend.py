@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from refimpl.cache.kv_cache import LayerKV
@@ -13,16 +15,54 @@ from refimpl.cache.kv_cache import LayerKV
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Who attends to what in one step. Sequence s has ``query_lens[s]`` new tokens, the last of ``seqused_k[s]``."""
+    """Who attends to what in one step. Sequence s has ``query_lens[s]`` new tokens, the last of ``context_lens[s]``.
+
+    The lengths are told twice: to the host, which shapes a step, and on the device, where kernels read them.
+    """
 
     query_lens: list[int]
     """New tokens of each sequence."""
-    seqused_k: list[int]
-    """Context of each sequence, the new tokens included."""
+    context_lens: list[int]
+    """Context of each sequence, the new tokens included. Where a CUDA graph is captured, the longest it may have."""
     block_size: int
     block_table: Int[Tensor, "S max_blocks"]
     slot_mapping: Int[Tensor, "T"]
     """Where each new token's key and value go: ``block_id * B + offset``."""
+    cu_seqlens_q: Int32[Tensor, "S_plus_1"]
+    """Where each sequence's new tokens begin in the flat batch; the last is T."""
+    seqused_k: Int32[Tensor, "S"]
+    """``context_lens`` on the device."""
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: list[int],
+        context_lens: list[int],
+        block_size: int,
+        block_table: Int[Tensor, "S max_blocks"],
+        slot_mapping: Int[Tensor, "T"],
+    ) -> AttentionMetadata:
+        """The metadata of these lengths; the device gets both in one transfer."""
+        device, S = block_table.device, len(query_lens)
+        aligned = -(-S // 4) * 4  # 16 bytes: Triton compiles anew for a pointer that is less
+        lengths = np.zeros(aligned + S + 1, dtype=np.int32)
+        lengths[:S] = context_lens
+        np.cumsum(query_lens, out=lengths[aligned + 1 :])
+        packed = torch.from_numpy(lengths).to(device, non_blocking=True)
+        return cls(
+            query_lens, context_lens, block_size, block_table, slot_mapping,
+            cu_seqlens_q=packed[aligned:], seqused_k=packed[:S],
+        )  # fmt: skip
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """The most new tokens of a sequence."""
+        return max(self.query_lens)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """The longest context."""
+        return max(self.context_lens)
 
 
 @runtime_checkable

@@ -34,13 +34,21 @@ LONGEST_OVER_SHORTEST = 2
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Consecutive queries of one sequence, and the context that the last of them sees."""
+class Tiles:
+    """Some tiles, each consecutive queries of one sequence: parallel arrays, since a step has one a sequence or more."""
 
-    sequence: int
-    first_token: int
-    num_queries: int
-    context: int
+    sequences: np.ndarray
+    first_tokens: np.ndarray
+    num_queries: np.ndarray
+    contexts: np.ndarray
+    """What the last query of each sees."""
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, chosen: np.ndarray) -> Tiles:
+        """Some of them, in the order of the indices."""
+        return Tiles(self.sequences[chosen], self.first_tokens[chosen], self.num_queries[chosen], self.contexts[chosen])
 
 
 @dataclass(frozen=True)
@@ -64,53 +72,54 @@ class Group:
     """(tile, position) of gathered slots beyond their tile's context: whatever lies there, even NaN, must not be read."""
 
 
-def cut_tiles(query_lens: list[int], seqused_k: list[int], whole_prompts: bool = False) -> list[Tile]:
-    """The tiles of a step's sequences. ``whole_prompts``: sequences that begin in this step are one tile each."""
-    tiles, first_token = [], 0
-    for sequence, (queries, context) in enumerate(zip(query_lens, seqused_k, strict=True)):
-        most = queries if whole_prompts and queries == context else QUERIES_PER_TILE
-        for start in range(0, queries, most or 1):
-            count = min(most, queries - start)
-            tiles.append(Tile(sequence, first_token + start, count, context - queries + start + count))
-        first_token += queries
-    return tiles
+def cut_tiles(query_lens: list[int], context_lens: list[int], whole_prompts: bool = False) -> Tiles:
+    """The tiles of a step's sequences, in the order of their tokens.
+
+    ``whole_prompts``: sequences that begin in this step are one tile each.
+    """
+    queries, contexts = np.array(query_lens), np.array(context_lens)
+    most = np.where(whole_prompts & (queries == contexts), np.maximum(queries, 1), QUERIES_PER_TILE)
+    tiles = -(-queries // most)
+    sequences = np.repeat(np.arange(len(queries)), tiles)
+    starts = (np.arange(len(sequences)) - (tiles.cumsum() - tiles)[sequences]) * most[sequences]
+    counts = np.minimum(most[sequences], queries[sequences] - starts)
+    first_tokens = (queries.cumsum() - queries)[sequences] + starts
+    return Tiles(sequences, first_tokens, counts, (contexts - queries)[sequences] + starts + counts)
 
 
-def group_tiles(tiles: list[Tile]) -> list[list[Tile]]:
-    """Tiles with equally many queries and similar contexts, together."""
-    groups: list[list[Tile]] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.num_queries, tile.context)):
-        shortest = groups[-1][0] if groups else None
-        if (
-            shortest is None
-            or tile.num_queries != shortest.num_queries
-            or tile.context > LONGEST_OVER_SHORTEST * shortest.context
-        ):
-            groups.append([])
-        groups[-1].append(tile)
+def group_tiles(tiles: Tiles) -> list[Tiles]:
+    """Tiles with equally many queries and similar contexts, together; in each group in the order of their tokens."""
+    order = np.lexsort((tiles.contexts, tiles.num_queries))
+    num_queries, contexts = tiles.num_queries[order], tiles.contexts[order]
+    groups, start = [], 0
+    while start < len(order):
+        alike = np.searchsorted(num_queries, num_queries[start], side="right")
+        longest = LONGEST_OVER_SHORTEST * contexts[start]
+        end = start + int(np.searchsorted(contexts[start:alike], longest, side="right"))
+        groups.append(tiles[np.sort(order[start:end])])
+        start = end
     return groups
 
 
-def make_group(tiles: list[Tile], metadata: AttentionMetadata) -> Group:
+def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
     """What all layers share about a group: indices, mask, and the gathered slots to blank."""
     device = metadata.block_table.device
-    tiles = sorted(tiles, key=lambda tile: tile.first_token)
-    num_queries = tiles[0].num_queries
-    shortest, context = min(tile.context for tile in tiles), max(tile.context for tile in tiles)
+    num_queries = int(tiles.num_queries[0])
+    shortest, context = int(tiles.contexts.min()), int(tiles.contexts.max())
     from_start = num_queries > 1 and device.type == "cpu" and shortest == context == num_queries
     in_order = len(tiles) * num_queries == sum(metadata.query_lens)
-    first = np.array([tile.first_token for tile in tiles])
-    contexts = torch.tensor([tile.context for tile in tiles], device=device).unsqueeze(1)
+    contexts = torch.from_numpy(tiles.contexts).to(device).unsqueeze(1)
     keys = torch.arange(context, device=device)
     queries = torch.arange(num_queries, device=device)
     masked = not from_start and not (num_queries == 1 and shortest == context)
     tables = metadata.block_table[:, : -(-context // metadata.block_size)]
+    tokens = None if in_order else np.add.outer(tiles.first_tokens, np.arange(num_queries)).ravel()
     return Group(
-        tokens=None if in_order else torch.from_numpy(np.add.outer(first, np.arange(num_queries)).ravel()).to(device),
+        tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
         num_tiles=len(tiles),
         num_queries=num_queries,
         context=context,
-        block_ids=tables[torch.tensor([tile.sequence for tile in tiles], device=device)].flatten(),
+        block_ids=tables[torch.from_numpy(tiles.sequences).to(device)].flatten(),
         from_start=from_start,
         hidden=(keys > (contexts - num_queries + queries)[..., None]).unsqueeze(1) if masked else None,
         unwritten=tuple((keys >= contexts).nonzero().unbind(1)) if shortest < context else None,  # type: ignore[arg-type]
@@ -126,7 +135,7 @@ class TorchPagedStep:
         self._scale = softmax_scale
         self._scratch = scratch
         whole_prompts = metadata.block_table.device.type == "cpu"
-        tiles = cut_tiles(metadata.query_lens, metadata.seqused_k, whole_prompts)
+        tiles = cut_tiles(metadata.query_lens, metadata.context_lens, whole_prompts)
         self._groups = [make_group(group, metadata) for group in group_tiles(tiles)]
         self._masks: list[Tensor | None] | None = None
 

@@ -214,6 +214,10 @@ def swap(
     lengths: Annotated[str, typer.Option(help="Tokens of the victims, rising, by commas.")] = "64,128,256,512,1024",
     others: Annotated[int, typer.Option(help="Requests that decode beside the longest victim.")] = 8,
     repeats: Annotated[int, typer.Option(help="Preemptions of each kind and length.")] = 5,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write the event log of the swaps beside others here (.jsonl, .jsonl.gz), for widgets."),
+    ] = None,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
@@ -226,7 +230,26 @@ def swap(
         tokens = tuple(int(length) for length in lengths.split(","))
     except ValueError as error:
         raise ConfigError(f"lengths is {lengths!r}; give whole numbers by commas, such as 64,256,1024") from error
-    report_result(run(engine_options, tokens, others, repeats), as_json, save)
+    report_result(run(engine_options, tokens, others, repeats, timeline), as_json, save)
+
+
+@bench.command()
+@with_engine_options
+def beam(
+    *,
+    width: Annotated[int, typer.Option(help="Beams, and separate samples beside them.")] = 4,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 64,
+    output: Annotated[int, typer.Option(help="Output tokens.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Prompts; each is searched, continued greedily, and sampled.")] = 3,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Beams beside independent copies: blocks in use, blocks copied, and the time of a step."""
+    from refimpl.bench.beam import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, width, prompt, output, repeats), as_json, save)
 
 
 @bench.command()

@@ -3,6 +3,7 @@
 The forward pass is all that the model computes, from token ids to logits. Everything else counts as the engine's: planning,
 preparing the batch, the sampler, taking tokens in, text, events. For 256 sequences, where the model here would take seconds,
 a stand-in reads real text aloud in place of model and sampler, so that a step is what the host does and nothing else.
+Prompts are pieces of real text too: after made-up ids a model is sure of nothing, and sampling has far more to look through.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from refimpl.bench.result import Result, check, setting, workload_hash
-from refimpl.bench.sides import prompt
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import ConfigError
@@ -30,6 +30,8 @@ from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.sampling_params import SamplingParams
 
 PROMPT = 37
+STRIDE = 31
+"""Tokens of the text from where one sequence begins to where the next one does."""
 WARM_UP = 5
 KINDS = {
     "greedy": SamplingParams(temperature=0, ignore_eos=True, output_kind="delta"),
@@ -52,7 +54,9 @@ def run(engine_options: dict[str, Any], sequences: int = 16, many: int = 256, st
             dtype=engine_options["dtype"],
             workload=f"{sequences} sequences decode for {steps} steps, greedy and at T = 0.8, top-p 0.95; {many} without a "
             "model",
-            workload_hash=workload_hash({"sequences": sequences, "many": many, "steps": steps, "prompt": PROMPT}),
+            workload_hash=workload_hash(
+                {"sequences": sequences, "many": many, "steps": steps, "prompt": PROMPT, "stride": STRIDE}
+            ),
             tokens_produced=(len(KINDS) * sequences + many) * (steps + WARM_UP + 1),
         ),
         results=shares | {"host_ms": host, "sequences": sequences, "many": many},
@@ -103,10 +107,17 @@ def _make_engine(engine_options: dict[str, Any], sequences: int, tokens: int) ->
     return engine, executor.runner
 
 
+def _real_text(engine: Engine) -> list[int]:
+    """The prompts of the parity workload that are plain text, one after the other."""
+    lines = files("refimpl").joinpath("bench/workloads/parity-20.jsonl").read_text(encoding="utf-8").splitlines()
+    return engine.tokenizer.encode(" ".join(json.loads(line).get("prompt") or "" for line in lines))
+
+
 def _fill(engine: Engine, sequences: int, tokens: int, params: SamplingParams) -> None:
     """Give the engine its sequences, and step until all decode."""
+    text = _real_text(engine)
     for number in range(sequences):
-        ids = prompt(PROMPT, number, engine.model_config.vocab_size)
+        ids = [text[(STRIDE * number + place) % len(text)] for place in range(PROMPT)]
         engine.add_request(str(number), ids, msgspec.structs.replace(params, max_tokens=tokens))
     while len(engine.scheduler.waiting):
         engine.step()
@@ -125,7 +136,7 @@ def _shares(engine_options: dict[str, Any], sequences: int, steps: int) -> dict[
     for kind, params in KINDS.items():
         _fill(engine, sequences, tokens, params)
         whole, model = [], []
-        sorted_before = runner.sampler.num_rows_sorted
+        beyond, sorted_whole = runner.sampler.num_rows_beyond_head, runner.sampler.num_rows_sorted
         for _ in range(steps):
             clock.take()
             started = time.perf_counter()
@@ -137,8 +148,9 @@ def _shares(engine_options: dict[str, Any], sequences: int, steps: int) -> dict[
             "forward_ms": 1e3 * statistics.median(model),
             # Of each step, so that a slow moment of the machine slows both parts of the quotient.
             "engine_share": statistics.median((a - b) / a for a, b in zip(whole, model, strict=True)),
-            # Rows for which the head of the ranking did not do: their whole vocabulary was sorted.
-            "sorted_rows_share": (runner.sampler.num_rows_sorted - sorted_before) / (sequences * steps),
+            # Rows for which the head of the ranking did not do, and those whose whole vocabulary was sorted at last.
+            "beyond_head_share": (runner.sampler.num_rows_beyond_head - beyond) / (sequences * steps),
+            "sorted_rows_share": (runner.sampler.num_rows_sorted - sorted_whole) / (sequences * steps),
         }
         engine.abort([str(number) for number in range(sequences)])
     engine.close()
@@ -157,12 +169,10 @@ def _host(engine_options: dict[str, Any], sequences: int, steps: int) -> dict[st
     """Milliseconds of a step whose model and sampler cost nothing, its tokens being those of real text."""
     tokens = steps + WARM_UP + 1
     engine, runner = _make_engine(engine_options, sequences, tokens)
-    lines = files("refimpl").joinpath("bench/workloads/parity-20.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = " ".join(json.loads(line).get("prompt") or "" for line in lines)
-    ids = torch.tensor(engine.tokenizer.encode(texts))
+    ids = torch.tensor(_real_text(engine))
     place = itertools.count()
     loaded, runner.model = runner.model, _Reader()  # type: ignore[assignment]
-    offsets = 31 * torch.arange(sequences)
+    offsets = STRIDE * torch.arange(sequences)
     runner._draw = lambda hidden, inputs, *_: ids[(offsets[: len(inputs.drawing)] + next(place)) % len(ids)]  # type: ignore[method-assign]
     _fill(engine, sequences, tokens, KINDS["greedy"])
     milliseconds = []

@@ -167,8 +167,15 @@ def _overhead(result: dict[str, Any]) -> str:
         f"| {r['sequences']} sequences, {kind} | {r[kind]['ms_per_step']:,.2f} | {r[kind]['engine_share']:.1%} |\n"
         for kind in ("greedy", "sampled")
     )
+    fell_back = r["sampled"]["beyond_head_share"]
     host = f"| {r['many']} sequences, without model and sampler | {r['host_ms']['median']:.2f} | |\n"
-    return "| | ms a step, median | outside the forward pass |\n|---|---|---|\n" + rows + host + caption(result)
+    return (
+        "| | ms a step, median | outside the forward pass |\n|---|---|---|\n"
+        + rows
+        + host
+        + f"\nFor {fell_back:.0%} of the sampled rows more than the first 256 ranks were looked at.\n"
+        + caption(result)
+    )
 
 
 def _swap(result: dict[str, Any]) -> str:
@@ -188,6 +195,23 @@ def _swap(result: dict[str, Any]) -> str:
         f"{head}|---|---|---|---|---|\n{rows}\nSwapping is the cheaper from {r['crossover_predicted']:,.0f} tokens on as "
         f"predicted; measured: {crossing}. Time between tokens of {r['others']} others in the two steps of a preemption, "
         f"over that without: {beside}.\n" + caption(result)
+    )
+
+
+def _beam(result: dict[str, Any]) -> str:
+    r = result["results"]
+    shares, copies = r["physical_share_of_each"], sum(r["copied_blocks"])
+    ms = {name: 1e3 * figures["median"] for name, figures in r["seconds_per_step"].items()}
+    beside = f"{r['step_over_samples']:.2f} times, {r['step_over_greedy']:.2f} times"
+    return (
+        f"| {result['setting']['workload']} | figure |\n|---|---|\n"
+        f"| blocks in use, of those that independent copies take, summed over the steps | {r['physical_share']:.1%} "
+        f"({min(shares):.1%}–{max(shares):.1%}) |\n"
+        f"| most blocks at once; independent copies | {r['most_blocks']}; {r['unshared_blocks']} |\n"
+        f"| blocks copied a step | {copies / sum(r['steps']):.2f} |\n"
+        f"| ms a step: search, {r['width']} separate samples, greedy | {ms['beam']:.1f}, {ms['samples']:.1f}, "
+        f"{ms['greedy']:.1f} |\n"
+        f"| a step of the search over one of the samples, over a greedy one | {beside} |\n" + caption(result)
     )
 
 
@@ -218,6 +242,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "latency": _latency,
     "overhead": _overhead,
     "swap": _swap,
+    "beam": _beam,
     "kernels": _kernels,
 }
 """How each topic's result becomes a Markdown table."""

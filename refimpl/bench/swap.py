@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from refimpl.bench.result import Result, check, setting, workload_hash
 from refimpl.bench.sides import prompt, spread
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
-from refimpl.errors import ConfigError
+from refimpl.errors import ConfigError, RefimplError
+from refimpl.events import EventLog
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.sampling_params import SamplingParams
 
@@ -26,9 +30,16 @@ VICTIM = "victim"
 
 
 def run(
-    engine_options: dict[str, Any], lengths: tuple[int, ...] = (64, 128, 256, 512, 1024), others: int = 8, repeats: int = 5
+    engine_options: dict[str, Any],
+    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024),
+    others: int = 8,
+    repeats: int = 5,
+    timeline: Path | None = None,
 ) -> Result:
-    """Preempt a request of each length ``repeats`` times both ways; one of the longest also beside ``others``."""
+    """Preempt a request of each length ``repeats`` times both ways; one of the longest also beside ``others``.
+
+    ``timeline`` is where the event log of its swaps beside the others is written, for widgets.
+    """
     if not lengths or min(*lengths, others, repeats) < 1 or list(lengths) != sorted(set(lengths)):
         raise ConfigError(
             f"lengths, others and repeats must be 1 or more, and lengths must rise; they are {lengths}, {others}, {repeats}"
@@ -43,7 +54,10 @@ def run(
             "swap_predicted": costs.swap_seconds(row["tokens"]),
             "recompute_predicted": costs.recompute_seconds(row["tokens"]),
         }
-    beside = {mode: _beside(engine, mode, prompt(max(lengths), 0, vocab_size), others, repeats) for mode in MODES}
+    beside = {}
+    for mode in MODES:
+        with _keeping(engine, timeline if mode == "swap" else None):
+            beside[mode] = _beside(engine, mode, prompt(max(lengths), 0, vocab_size), others, repeats)
     engine.close()
     same = {mode: all(row["same_tokens"][mode] for row in rows) for mode in MODES}
     return Result(
@@ -91,6 +105,22 @@ def _engine(engine_options: dict[str, Any], longest: int, others: int, repeats: 
         "event_log_size": 0,
     }
     return Engine(EngineArgs.from_options(engine_options | fixed))
+
+
+@contextmanager
+def _keeping(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Write down what happens meanwhile; in memory until it is over, so that no step waits for a file."""
+    if path is None:
+        yield
+        return
+    log = EventLog(engine.events.header, 1_000_000)
+    stop = engine.events.subscribe(log.append)
+    yield
+    stop()
+    try:
+        log.save(path)
+    except OSError as error:
+        raise RefimplError(f"{path} cannot be written: {error}") from error
 
 
 # ---------------------------------------------------------------------- one request

@@ -50,11 +50,26 @@ class BlockPool:
             raise AllocatorError(
                 f"the block allocator {self._name!r} raised {error!r} when asked for {count} blocks"
             ) from error
-        block_ids = self._checked(count, answer)
-        for block_id in block_ids:
-            self._taken[block_id] = 1
+        block_ids = self._marked(count, answer)
+        if block_ids is None:
+            block_ids = self._checked(count, answer)
+            for block_id in block_ids:
+                self._taken[block_id] = 1
         self.num_free -= count
         return block_ids
+
+    def _marked(self, count: int, answer: object) -> list[int] | None:
+        """An answer whose blocks are marked as taken, if all is plainly right with it; else None, and nothing is marked."""
+        if type(answer) is not list or len(answer) != count:
+            return None
+        taken, last = self._taken, self.num_blocks
+        for index, block_id in enumerate(answer):
+            if type(block_id) is not int or not 1 <= block_id <= last or taken[block_id]:
+                for marked in answer[:index]:
+                    taken[marked] = 0
+                return None
+            taken[block_id] = 1
+        return answer.copy()
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Give blocks back. They may be handed out at once: the device works in order, so old reads come first.

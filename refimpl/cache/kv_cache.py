@@ -12,6 +12,9 @@ from torch import Tensor
 from refimpl.config import ModelConfig
 from refimpl.errors import RefimplError
 
+BLOCKS_A_RUN = 4
+"""From so many blocks side by side on, a copy of its own is the cheaper (measured with 66 blocks of 24 KiB)."""
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -61,8 +64,19 @@ class KVCache:
         self._transfer(self.host_layers, self.layers, transfers)
 
     def _transfer(self, source: list[LayerKV], target: list[LayerKV], transfers: Sequence[tuple[int, int]]) -> None:
-        """Gather, move as one piece, scatter: a link is as fast as its pieces are long."""
+        """Over a link: gather, move as one piece, scatter, for a link is as fast as its pieces are long.
+
+        Within the host's memory that copies everything twice: there, blocks that lie side by side are copied at once, where
+        they are, unless they lie so scattered that the calls would cost more than the second copy.
+        """
         if not transfers:
+            return
+        runs = _runs(transfers)
+        if source[0].k.device == target[0].k.device and len(runs) * BLOCKS_A_RUN <= len(transfers):
+            for from_layer, to_layer in zip(source, target, strict=True):
+                for first, goes_to, count in runs:
+                    to_layer.k[goes_to : goes_to + count] = from_layer.k[first : first + count]
+                    to_layer.v[goes_to : goes_to + count] = from_layer.v[first : first + count]
             return
         source_ids, target_ids = torch.tensor(transfers).unbind(1)
         for from_layer, to_layer in zip(source, target, strict=True):
@@ -101,3 +115,14 @@ class KVCache:
             for tensor in (layer.k, layer.v):
                 tensor.untyped_storage().resize_(0)
         self.layers, self.host_layers = [], []
+
+
+def _runs(transfers: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Transfers (source, target) as (first source, first target, count), where both numbers go up by 1, in any order."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in sorted(transfers):
+        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from refimpl.cache.allocators import BlockAllocator
 from refimpl.cache.auditor import Snapshot
@@ -18,13 +19,12 @@ from refimpl.memory_report import CacheUsage
 from refimpl.outputs import CacheChanges
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(msgspec.Struct, frozen=True, gc=False):
     """What a sequence was given for its new tokens."""
 
-    new_blocks: list[int] = field(default_factory=list)
+    new_blocks: list[int] = []
     """Blocks appended to its table."""
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = []
     """Copy-on-write: (index in the table, shared block, own block that takes its place)."""
 
 
@@ -306,8 +306,9 @@ class KVCacheManager:
 
     def _reference(self, table: BlockTable, block_ids: Sequence[int]) -> None:
         table.append(block_ids)
+        ref_counts = self._ref_counts
         for block_id in block_ids:
-            self._ref_counts[block_id] += 1
+            ref_counts[block_id] += 1
 
     def usage(self, num_computed_tokens: Mapping[int, int]) -> CacheUsage:
         """Blocks and slots as they are used now; the argument says how far each running or swapped sequence is computed.

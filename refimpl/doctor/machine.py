@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from refimpl.attention import backend_choice
+from refimpl.attention import Setting, backend_choice
 from refimpl.config import GIB, EngineArgs
 from refimpl.doctor.findings import Finding
 from refimpl.errors import ConfigError
@@ -108,5 +108,7 @@ def check_choices(args: EngineArgs) -> tuple[list[Finding], Any, Any]:
         findings.append(Finding("choices", "dtype", str(dtype).removeprefix("torch."), advice=reason))
     except ConfigError as error:
         findings.append(Finding("choices", "device and dtype", "none", "error", str(error)))
-    name, reason = backend_choice(args.attention_backend)
+    known = {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
+    setting = Setting(head_dim=0, block_size=args.block_size, **known)  # the model, and so its head size, is not looked at
+    name, reason = backend_choice(args.attention_backend, setting)
     return [*findings, Finding("choices", "attention", name, advice=reason)], device, dtype

@@ -15,20 +15,32 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
+from refimpl.executor.pending import PendingOutput
 from refimpl.executor.readout import Read, Readout
-from refimpl.outputs import NO_TOKEN, Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
 from refimpl.row_extras import RowExtras
 from refimpl.sampling.sampler import SamplingRows
 from refimpl.sampling.slots import SamplingSlots
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """What the model and the sampler need for one step."""
+class ModelInputs:
+    """What the model needs for one step, on its device."""
 
     input_ids: Int64[Tensor, "T"]
     positions: Int64[Tensor, "T"]
     attention: AttentionMetadata
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What is to be done in one step: which rows, how far, and who of them draws."""
+
+    row_slots: np.ndarray
+    """The slot of each row of the batch."""
+    contexts: np.ndarray
+    """How far each row's sequence is computed after the step."""
+    one_token_each: bool
     drawing: list[int]
     """Rows of the batch that have caught up with their last token, and draw the next."""
     last_tokens: Int64[Tensor, "distinct"]
@@ -36,11 +48,49 @@ class StepInputs:
     logits_row: Int64[Tensor, "R"] | None
     """Which of these each of them draws from; None where it is one each. Samples that begin together share one."""
     slots: Int64[Tensor, "R"]
+    """Of the rows that draw."""
     sampling: SamplingRows
     logprobs: dict[int, int]
     """How many most probable tokens are reported beside the one drawn, for those of the drawing rows that ask."""
     reads: list[Read]
     """What is read of the model at other positions than those that draw."""
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """The rows of a batch that draw, and what of them stays the same from step to step."""
+
+    mask: np.ndarray
+    """Which rows they are, one entry a row."""
+    rows: list[int]
+    slots: np.ndarray
+    slots_on_device: Int64[Tensor, "R"]
+    last_tokens: Int64[Tensor, "distinct"]
+    logits_row: Int64[Tensor, "R"] | None
+    sampling: SamplingRows
+
+
+@dataclass
+class _Rows:
+    """What stays the same as long as a batch does: most steps only go on one token in each row."""
+
+    batch: Batch
+    slots: np.ndarray
+    counts: np.ndarray
+    query_lens: list[int]
+    one_token_each: bool
+    offsets: np.ndarray
+    """Where each row's tokens begin in the flat batch."""
+    slots_on_device: Int64[Tensor, "S"]
+    place_in_row: np.ndarray
+    """Of each token, counted from 0."""
+    first_token_id: Int64[Tensor, "T"]
+    """Where the slot of each token has its first one, in all of ``token_ids`` laid end to end (an index of one number is
+    several times as fast as one of two)."""
+    first_block: Int64[Tensor, "T"]
+    """The same in ``block_table``."""
+    drawing: _Drawing | None = None
+    """Of the last step."""
 
 
 class InputBatch:
@@ -60,6 +110,7 @@ class InputBatch:
         self.num_tokens = np.zeros(N, dtype=np.int64)
         self.num_computed_tokens = np.zeros(N, dtype=np.int64)
         self.num_blocks = np.zeros(N, dtype=np.int64)
+        self._rows: _Rows | None = None
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
         """Take in a step's changes, in the order that SchedulerOutput promises."""
@@ -75,6 +126,7 @@ class InputBatch:
             self.block_table[copy.slot, copy.index] = copy.target
 
     def _admit(self, admission: Admission) -> None:
+        self._rows = None  # what is kept of them holds the parameters of their slots
         slot, count = admission.slot, len(admission.token_ids)
         self.token_ids[slot, :count] = torch.tensor(admission.token_ids, device=self.device)
         self.num_tokens[slot] = count
@@ -91,52 +143,95 @@ class InputBatch:
 
     def prepare(self, batch: Batch) -> StepInputs:
         """Shape a step, and count its tokens as computed."""
-        slots, counts = np.asarray(batch.slots), np.asarray(batch.num_new_tokens)
-        starts = self.num_computed_tokens[slots]
-        contexts = starts + counts
-        ends = counts.cumsum()
-        token_slots = self._to_device(np.repeat(slots, counts))
-        positions = self._to_device(np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1]))
-        self.num_computed_tokens[slots] = contexts
-        drawing = np.flatnonzero(contexts == self.num_tokens[slots])
-        drawing_slots = self._to_device(slots[drawing])
-        # A row of 0 tokens ends where the row before it does, so it draws from the same token.
-        last_tokens, logits_row = np.unique(ends[drawing] - 1, return_inverse=True)
+        if self._rows is None or self._rows.batch is not batch:
+            self._rows = self._make_rows(batch)
+        rows = self._rows
+        starts = self.num_computed_tokens[rows.slots]
+        contexts = starts + rows.counts
+        self.num_computed_tokens[rows.slots] = contexts
+        drawing = self._draw(rows, contexts == self.num_tokens[rows.slots])
         return StepInputs(
-            input_ids=self.token_ids[token_slots, positions],
-            positions=positions,
-            attention=AttentionMetadata(
-                query_lens=counts.tolist(),
-                seqused_k=contexts.tolist(),
-                block_size=self.block_size,
-                block_table=self.block_table[self._to_device(slots), : -(-int(contexts.max()) // self.block_size)],
-                slot_mapping=self._slot_mapping(token_slots, positions),
-            ),
-            drawing=drawing.tolist(),
-            last_tokens=self._to_device(last_tokens),
-            logits_row=self._to_device(logits_row) if len(last_tokens) < len(drawing) else None,
-            slots=drawing_slots,
-            sampling=self.sampling.rows(slots[drawing], self.num_tokens[slots[drawing]], drawing_slots, self.token_ids),
-            logprobs=self.readout.logprob_counts(slots[drawing]),
-            reads=self.readout.reads(slots, starts, counts, ends - counts),
+            row_slots=rows.slots,
+            contexts=contexts,
+            one_token_each=rows.one_token_each,
+            drawing=drawing.rows,
+            last_tokens=drawing.last_tokens,
+            logits_row=drawing.logits_row,
+            slots=drawing.slots_on_device,
+            sampling=self.sampling.at(drawing.sampling, drawing.slots, self.num_tokens[drawing.slots], self.token_ids),
+            logprobs=self.readout.logprob_counts(drawing.slots),
+            reads=self.readout.reads(rows.slots, starts, rows.counts, rows.offsets),
         )
 
-    def _slot_mapping(self, token_slots: Int[Tensor, "T"], positions: Int[Tensor, "T"]) -> Int64[Tensor, "T"]:
-        """Where each token's key and value go in the cache: ``block_id * B + offset``."""
-        block_ids = self.block_table[token_slots, positions // self.block_size].long()
-        return block_ids * self.block_size + positions % self.block_size
+    def model_inputs(self, inputs: StepInputs) -> ModelInputs:
+        """The tokens of the step that was prepared last, for the model."""
+        rows = self._rows
+        assert rows is not None
+        assert rows.slots is inputs.row_slots, "another step was prepared since"
+        starts = np.repeat(inputs.contexts - rows.counts, rows.counts)
+        positions = self._to_device(starts + rows.place_in_row)
+        return ModelInputs(
+            input_ids=self.token_ids.view(-1).index_select(0, rows.first_token_id + positions),
+            positions=positions,
+            attention=AttentionMetadata.of(
+                query_lens=rows.query_lens,
+                context_lens=inputs.contexts.tolist(),
+                block_size=self.block_size,
+                block_table=self.block_table[rows.slots_on_device, : -(-int(inputs.contexts.max()) // self.block_size)],
+                slot_mapping=self._slot_mapping(rows.first_block, positions),
+            ),
+        )
 
-    def commit(
-        self, inputs: StepInputs, num_rows: int, token_ids: Int64[Tensor, "R"], extras: dict[int, RowExtras]
-    ) -> ModelRunnerOutput:
-        """Append the tokens drawn to their sequences, on the device, and bring their ids to the host."""
-        drawn = [NO_TOKEN] * num_rows
-        if inputs.drawing:
-            self.token_ids[inputs.slots, inputs.sampling.position] = token_ids.clamp(min=0)
-            self.num_tokens[inputs.slots.cpu().numpy()] += 1
-            for row, token_id in zip(inputs.drawing, token_ids.tolist(), strict=True):
-                drawn[row] = token_id
-        return ModelRunnerOutput(tuple(drawn), extras)
+    def _make_rows(self, batch: Batch) -> _Rows:
+        slots, counts = np.asarray(batch.slots), np.asarray(batch.num_new_tokens)
+        offsets = counts.cumsum() - counts
+        slot_of_token = np.repeat(slots, counts)
+        return _Rows(
+            batch=batch,
+            slots=slots,
+            counts=counts,
+            query_lens=counts.tolist(),
+            one_token_each=bool((counts == 1).all()),
+            offsets=offsets,
+            slots_on_device=self._to_device(slots),
+            place_in_row=np.arange(len(slot_of_token)) - np.repeat(offsets, counts),
+            first_token_id=self._to_device(slot_of_token * self.token_ids.shape[1]),
+            first_block=self._to_device(slot_of_token * self.block_table.shape[1]),
+        )
+
+    def _draw(self, rows: _Rows, mask: np.ndarray) -> _Drawing:
+        """The rows that draw; those of the last step, if they are the same."""
+        if rows.drawing is None or not np.array_equal(rows.drawing.mask, mask):
+            drawing = np.flatnonzero(mask)
+            slots = rows.slots[drawing]
+            # A row of 0 tokens ends where the row before it does, so it draws from the same token.
+            ends = (rows.offsets + rows.counts)[drawing]
+            last_tokens, logits_row = np.unique(ends - 1, return_inverse=True)
+            on_device = self._to_device(slots)
+            rows.drawing = _Drawing(
+                mask=mask,
+                rows=drawing.tolist(),
+                slots=slots,
+                slots_on_device=on_device,
+                last_tokens=self._to_device(last_tokens),
+                logits_row=self._to_device(logits_row) if len(last_tokens) < len(drawing) else None,
+                sampling=self.sampling.rows(slots, on_device),
+            )
+        return rows.drawing
+
+    def _slot_mapping(self, first_block: Int[Tensor, "T"], positions: Int[Tensor, "T"]) -> Int64[Tensor, "T"]:
+        """Where each token's key and value go in the cache: ``block_id * B + offset``."""
+        block_ids = self.block_table.view(-1).index_select(0, first_block + positions // self.block_size)
+        return block_ids.long() * self.block_size + positions % self.block_size
+
+    def commit(self, inputs: StepInputs, token_ids: Int64[Tensor, "R"], extras: dict[int, RowExtras]) -> PendingOutput:
+        """Append the tokens drawn to their sequences, on the device, and have their ids brought to the host."""
+        num_rows = len(inputs.row_slots)
+        if not inputs.drawing:
+            return PendingOutput(num_rows, [], None, extras)
+        self.token_ids[inputs.slots, inputs.sampling.position] = token_ids.clamp(min=0)
+        self.num_tokens[inputs.row_slots[inputs.drawing]] += 1
+        return PendingOutput(num_rows, inputs.drawing, token_ids, extras)
 
     def _to_device(self, array: np.ndarray) -> Int64[Tensor, "size"]:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)

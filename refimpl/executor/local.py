@@ -11,20 +11,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from refimpl.attention import choose_backend
+from refimpl.attention import AttentionBackend, Setting, backend_choice, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor import memory
+from refimpl.executor import gpu_memory, memory
+from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, resolve_device, resolve_dtype
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
+from refimpl.executor.pending import PendingOutput
 from refimpl.executor.preemption_costs import measure
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.outputs import Admission, Batch, ModelRunnerOutput, NewBlocks, SchedulerOutput
+from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling.slots import SamplingSlots
-from refimpl.sampling_numbers import SamplingNumbers
 from refimpl.sampling_params import LogitsHooks
 from refimpl.scheduler.preemption import PreemptionCosts
 
@@ -55,7 +56,10 @@ class LocalExecutor:
         try:
             model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
             max_num_seqs, max_num_batched_tokens = args.step_limits()
-            backend = choose_backend(args.attention_backend, checkpoint.config.head_dim)
+            setting = Setting(checkpoint.config.head_dim, self.device, self.dtype, args.block_size)
+            backend = choose_backend(args.attention_backend, setting)
+            log.info("attention: %s (%s)", *backend_choice(args.attention_backend, setting))
+            self.graph_sizes = self._graph_sizes(args, backend, max_num_seqs)
             available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
             self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
             self.num_blocks = memory.num_blocks(args.cache_config(), checkpoint.config, self.dtype.itemsize, available)
@@ -92,9 +96,20 @@ class LocalExecutor:
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
             self.preemption_costs = measure(self.runner, checkpoint.config, most, self.num_host_blocks)
+        if self.graph_sizes:
+            self.runner.capture(self.graph_sizes)
+            log.info("CUDA graphs: %d, for decodes of up to %d sequences", len(self.graph_sizes), self.graph_sizes[-1])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
+        # Who waits for a GPU's tokens is not who orders its next step.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         self._closed = False
         self._process = os.getpid()
+
+    def _graph_sizes(self, args: EngineArgs, backend: AttentionBackend, max_num_seqs: int) -> list[int]:
+        """Numbers of decodes for which CUDA graphs are recorded; none where they cannot be, or are not wanted."""
+        on_device = getattr(backend, "decodes_on_device", False)  # a backend of the user's need not know of it
+        in_graphs = self.device.type == "cuda" and on_device and not args.enforce_eager
+        return graph_sizes(max_num_seqs) if in_graphs else []
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
@@ -111,11 +126,11 @@ class LocalExecutor:
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step: at once, or in the worker thread after those before it."""
-        if self._thread is not None:
-            return self._thread.submit(_execute, self.runner, scheduler_output)
+        if self._thread is not None and self._reader is not None:
+            return self._reader.submit(_read, self._thread.submit(_launch, self.runner, scheduler_output))
         future: Future[ModelRunnerOutput] = Future()
         try:
-            future.set_result(_execute(self.runner, scheduler_output))
+            future.set_result(_launch(self.runner, scheduler_output).result())
         except BaseException as error:  # a second Ctrl-C too: the engine must learn that this step is torn
             future.set_exception(error)
         return future
@@ -136,8 +151,12 @@ class LocalExecutor:
         if self._thread is not None:
             in_worker = threading.current_thread().name.startswith(WORKER)  # garbage is collected anywhere
             self._thread.shutdown(wait=not in_worker)
+            if self._reader is not None:
+                self._reader.shutdown(wait=not in_worker)
             if in_worker:
                 return  # a step may be running; when it ends, nobody refers to the tensors
+        if self.runner.graphs is not None:
+            self.runner.graphs.release()
         self.runner.kv_cache.release()
         self.runner.model.release()
         del self.runner
@@ -162,40 +181,22 @@ class LocalExecutor:
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
         if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
             return 0  # the options say it all
-        activations = self._measure_activations(args, model, max_num_seqs, num_tokens)
+        beside = gpu_memory.step_bytes(args, model, self.dtype, self.device, max_num_seqs, num_tokens)
+        if self.graph_sizes:
+            beside += gpu_memory.graph_bytes(args, model, self.dtype, self.device, self.graph_sizes)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return min(memory.gpu_cache_bytes(cache, total, total - free, activations), enough)
-
-    def _measure_activations(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
-        """Peak bytes of a step with the longest prompt that fits it, and of the logits of a full batch."""
-        config, num_blocks = model.config, -(-num_tokens // args.block_size)
-        runner = ModelRunner(
-            model,
-            KVCache(config, num_blocks, args.block_size, self.dtype, self.device),
-            InputBatch(
-                1,
-                num_blocks * args.block_size + 1,
-                args.block_size,
-                self.device,
-                SamplingSlots(1, config.vocab_size, self.device),
-            ),
-            choose_backend(args.attention_backend, config.head_dim),
-        )
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        sequence = Admission(0, 0, (0,) * num_tokens, num_tokens, 0, 0, 0, sampling=SamplingNumbers(top_p=0.5))
-        blocks = NewBlocks(0, tuple(range(1, num_blocks + 1)))
-        runner.execute(SchedulerOutput(0, Batch(1, (0,), (0,), (num_tokens,)), admitted=(sequence,), new_blocks=(blocks,)))
-        # A row that is adjusted, filtered and sampled holds up to about nine copies of its float32 logits.
-        logits = 9 * 4 * max_num_seqs * config.vocab_size
-        return int(torch.cuda.max_memory_allocated(self.device) - before) + logits
+        return min(memory.gpu_cache_bytes(cache, total, total - free, beside), enough)
 
 
-def _execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+def _launch(runner: ModelRunner, scheduler_output: SchedulerOutput) -> PendingOutput:
     """A step. What it raises keeps its lines and loses its variables: a notebook's last traceback would hold tensors."""
     try:
-        return runner.execute(scheduler_output)
+        return runner.launch(scheduler_output)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise
+
+
+def _read(launched: Future[PendingOutput]) -> ModelRunnerOutput:
+    return launched.result().result()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from refimpl.outputs import NO_TOKEN, Batch, ModelRunnerOutput, SchedulerOutput
 from refimpl.scheduler.preemption import PreemptionCosts
 
 _MIX = 0x9E3779B97F4A7C15
+_LOW = (1 << 52) - 1
+"""A token is bits 20 to 51 of a product; carries go upwards, so no more of it needs to be kept."""
 
 
 class ModelFreeExecutor:
@@ -31,11 +33,25 @@ class ModelFreeExecutor:
         self._num_drawable = vocab_size - first_token
         self._paths: dict[int, int] = {}
         self.computed: dict[int, int] = {}
-        """How many tokens of each slot's sequence are computed."""
+        """How many tokens of each slot's sequence are computed, ``further`` not counted."""
         self._known: dict[int, int] = {}
+        self._decoding: Batch | None = None
+        """The last batch, if each of its rows computed one token and drew one: then it may come again, unchanged."""
+        self._mixed: list[int] = []
+        """Of each row of it, the number that its last token was made of."""
+        self.further = 0
+        """Steps for which the last batch came again and again, each of its rows one token further."""
+
+    def num_known(self, slot: int) -> int:
+        """Tokens of a slot's sequence that are drawn or were given."""
+        self._settle()
+        return self._known[slot]
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """A step's outcome."""
+        if scheduler_output.batch is self._decoding and not (scheduler_output.admitted or scheduler_output.restarted):
+            return self._decode_on()
+        self._settle()
         for admission in scheduler_output.admitted:
             self._paths[admission.slot] = admission.path ^ admission.seed
             self.computed[admission.slot] = admission.num_computed_tokens
@@ -53,7 +69,26 @@ class ModelFreeExecutor:
                 continue
             known[slot] = position + 1
             token_ids.append(first + ((paths[slot] + position) * _MIX >> 20 & 0xFFFFFFFF) % drawable)
+        batch = scheduler_output.batch
+        if batch.num_tokens == len(token_ids) and 0 not in batch.num_new_tokens and NO_TOKEN not in token_ids:
+            self._decoding = batch
+            self._mixed = [(paths[slot] + known[slot] - 1) * _MIX & _LOW for slot in batch.slots]
         return ModelRunnerOutput(tuple(token_ids))
+
+    def _decode_on(self) -> ModelRunnerOutput:
+        """The last batch again, one token further: most steps. Positions grow by 1, so products grow by ``_MIX``."""
+        self.further += 1
+        self._mixed = mixed = [(number + _MIX) & _LOW for number in self._mixed]
+        first, drawable = self._first_token, self._num_drawable
+        return ModelRunnerOutput(tuple([first + (number >> 20) % drawable for number in mixed]))
+
+    def _settle(self) -> None:
+        """Write down how far the slots came."""
+        if self._decoding is not None:
+            for slot in self._decoding.slots if self.further else ():
+                self.computed[slot] += self.further
+                self._known[slot] += self.further
+            self._decoding, self.further = None, 0
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run a step at once."""

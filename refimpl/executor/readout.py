@@ -65,7 +65,9 @@ class Readout:
         """Take in what the sequence that takes a slot asks for."""
         slot, asked, first = admission.slot, admission.sampling, admission.reads_from
         self._draws_logprobs[slot] = asked.logprobs is not None
-        self._logprobs[slot] = asked.logprobs or 0
+        self._logprobs.pop(slot, None)
+        if asked.logprobs is not None:
+            self._logprobs[slot] = asked.logprobs
         logits = tuple(position for position in asked.return_logits if position >= first)
         hidden_states = tuple(position for position in asked.return_hidden_states if position >= first)
         wants_prompt = asked.prompt_logprobs is not None and first < admission.num_prompt_tokens
@@ -77,13 +79,17 @@ class Readout:
 
     def logprob_counts(self, slots: np.ndarray) -> dict[int, int]:
         """For the rows whose drawn token's log-probability is asked for, how many others are."""
+        if not self._logprobs:
+            return {}
         return {row: self._logprobs[int(slots[row])] for row in np.flatnonzero(self._draws_logprobs[slots]).tolist()}
 
     def reads(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> list[Read]:
         """What this step's rows are read for: row i computes ``counts[i]`` tokens from position ``starts[i]`` on, which
         begin at ``offsets[i]`` in the flat batch. Counts as sent.
         """
-        found = []
+        found: list[Read] = []
+        if not self._readers:
+            return found
         for row in np.flatnonzero(self._reads[slots] & (counts > 0)).tolist():
             slot, start, end = int(slots[row]), int(starts[row]), int(starts[row] + counts[row])
             reader = self._readers[slot]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from refimpl.layers.by_triton import by_triton
 from refimpl.layers.linear import Linear
 
 
@@ -21,6 +22,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
         """The feed-forward output."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        down: Tensor = self.down_proj(F.silu(gate).mul_(up))
+        down: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
         return down
+
+
+def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
+    """The first half of the columns through SiLU, times the second half."""
+    if by_triton(gate_up):
+        from refimpl.kernels import silu_mul as kernel
+
+        return kernel.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -10,7 +10,7 @@ from refimpl.attention.backend import AttentionStep
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import ModelConfig
 from refimpl.layers.linear import Linear
-from refimpl.layers.rotary import Rotation, rotate
+from refimpl.layers.rotary import Rotation, TableRotation, rotate
 
 
 class Attention(nn.Module):
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "T H"],
-        rotation: Rotation,
+        rotation: Rotation | TableRotation,
         layer_kv: LayerKV,
         attention: AttentionStep,
     ) -> Float[Tensor, "T H"]:

@@ -9,16 +9,33 @@ one product, one flip and one multiply-add turn all heads of a step, queries and
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from refimpl.kernels.reference import at_least_float32
+from refimpl.layers.by_triton import by_triton
 from refimpl.rope_config import RopeConfig
 
-Rotation = tuple[Float[Tensor, "T 1 1 half"], Float[Tensor, "T 1 2 half"]]
-"""Cosines, and the sines with the sign of the half that they are added to, for a step's tokens; ``half = D / 2``."""
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a step's tokens are turned, the same in all layers; ``half = D / 2``."""
+
+    cos: Float[Tensor, "T 1 1 half"]
+    signed_sin: Float[Tensor, "T 1 2 half"]
+    """The sines with the sign of the half that they are added to."""
+
+
+@dataclass(frozen=True)
+class TableRotation:
+    """The same for a kernel, which reads the angles of its token from the tables itself."""
+
+    positions: Int[Tensor, "T"]
+    cos: Float[Tensor, "P half"]
+    sin: Float[Tensor, "P half"]
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[Tensor, "half"]:
@@ -92,15 +109,20 @@ class RotaryEmbedding(nn.Module):
         self.cos: Tensor
         self.sin: Tensor
 
-    def forward(self, positions: Int[Tensor, "T"]) -> Rotation:
+    def forward(self, positions: Int[Tensor, "T"]) -> Rotation | TableRotation:
         """The rotation of a step's tokens, which all layers share."""
+        if by_triton(self.cos):
+            return TableRotation(positions, self.cos, self.sin)
         cos, sin = at_least_float32(self.cos[positions]), at_least_float32(self.sin[positions])
-        return cos[:, None, None], torch.stack((-sin, sin), dim=1).unsqueeze(1)
+        return Rotation(cos[:, None, None], torch.stack((-sin, sin), dim=1).unsqueeze(1))
 
 
-def rotate(x: Float[Tensor, "T heads D"], rotation: Rotation) -> Float[Tensor, "T heads D"]:
+def rotate(x: Float[Tensor, "T heads D"], rotation: Rotation | TableRotation) -> Float[Tensor, "T heads D"]:
     """Turn every head of each token by the token's rotation, computing in at least float32."""
-    cos, signed_sin = rotation
+    if isinstance(rotation, TableRotation):
+        from refimpl.kernels.rotary import rotary
+
+        return rotary(x, rotation.positions, rotation.cos, rotation.sin)
     halves = x.unflatten(-1, (2, -1))
-    turned: Tensor = torch.addcmul(halves * cos, halves.flip(-2), signed_sin)
+    turned: Tensor = torch.addcmul(halves * rotation.cos, halves.flip(-2), rotation.signed_sin)
     return turned.flatten(-2).to(x.dtype)

@@ -21,7 +21,7 @@ from refimpl.layers.activation import SwiGLU
 from refimpl.layers.attention import Attention
 from refimpl.layers.linear import MOST_BYTES_TWICE, Linear
 from refimpl.layers.norm import RMSNorm
-from refimpl.layers.rotary import RotaryEmbedding, Rotation
+from refimpl.layers.rotary import RotaryEmbedding, Rotation, TableRotation
 
 
 class LlamaLayer(nn.Module):
@@ -37,14 +37,19 @@ class LlamaLayer(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "T H"],
-        rotation: Rotation,
+        residual: Float[Tensor, "T H"] | None,
+        rotation: Rotation | TableRotation,
         layer_kv: LayerKV,
         attention: AttentionStep,
-    ) -> Float[Tensor, "T H"]:
-        """The residual stream after this layer."""
-        x = x + self.attention(self.input_norm(x), rotation, layer_kv, attention)
-        after: Tensor = x + self.mlp(self.post_attention_norm(x))
-        return after
+    ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
+        """What this layer adds, and the residual stream that it is added to: each sum is made by the norm that follows it.
+
+        The first layer has no ``residual``.
+        """
+        normed, residual = self.input_norm(x, residual)
+        x = self.attention(normed, rotation, layer_kv, attention)
+        normed, residual = self.post_attention_norm(x, residual)
+        return self.mlp(normed), residual
 
 
 class LlamaForCausalLM(nn.Module):
@@ -73,10 +78,12 @@ class LlamaForCausalLM(nn.Module):
     ) -> Float[Tensor, "T H"]:
         """The hidden state of each token of a step, after the last norm."""
         x = F.embedding(input_ids, self.embed_tokens)
+        residual = None
         rotation = self.rotary(positions)
         for layer, layer_kv in zip(self.layers, kv_cache, strict=True):
-            x = layer(x, rotation, layer_kv, attention)
-        hidden: Tensor = self.norm(x)
+            x, residual = layer(x, residual, rotation, layer_kv, attention)
+        hidden: Tensor
+        hidden, _ = self.norm(x, residual)
         return hidden
 
     def compute_logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:

@@ -6,6 +6,8 @@ All take logits that are finite or −inf and return logits with the dropped tok
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64, Int, Int64
@@ -38,67 +40,86 @@ def top_k_top_p_filter(
     """Keep the ``top_k`` most probable tokens, and of these the fewest whose share of their mass reaches ``top_p``.
 
     ``top_k`` under 1 or over V keeps all. Where probabilities tie, the lower id counts as the more probable. This is the
-    definition, by a full sort; :func:`top_k_top_p_by_head` gives the same with less work.
+    definition, by a full sort; :func:`kept_by_head` gives the same with less work.
     Source of top-p: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """
-    ranked = rank_all(logits)
-    return _keep(logits, ranked, _num_kept(ranked, _weights(logits), top_k, top_p))
+    ranked, weights = rank_all(logits), logits.softmax(-1)
+    num_kept = _num_kept(ranked, weights, weights.sum(-1, dtype=torch.float64), top_k, top_p)
+    dropped = _ranks(ranked) >= num_kept.unsqueeze(-1)
+    return torch.full_like(logits, -math.inf).scatter(-1, ranked.ids, ranked.values.masked_fill(dropped, -math.inf))
 
 
-def top_k_top_p_by_head(
+@dataclass(frozen=True)
+class Kept:
+    """What top-k and top-p leave of some rows: it is among ``K`` candidates, in the order of the vocabulary."""
+
+    rows: Int64[Tensor, "R2"]
+    ids: Int64[Tensor, "R2 K"]
+    weights: Float[Tensor, "R2 K"]
+    """0 where a candidate is dropped."""
+    was_sorted: bool
+    """Whether the whole vocabulary was ranked, so that all of it are candidates."""
+
+
+def kept_by_head(
     logits: Float[Tensor, "R V"],
+    weights: Float[Tensor, "R V"],
     top_k: Int[Tensor, "R"],
     top_p: Float[Tensor, "R"],
     largest_k: int,
     length: int = HEAD,
-) -> tuple[Float[Tensor, "R V"], int]:
-    """What :func:`top_k_top_p_filter` gives, exactly, and how many rows had to be sorted whole.
+) -> Iterator[Kept]:
+    """What :func:`top_k_top_p_filter` leaves, exactly, of each row, with its ``weights``, the logits' softmax.
+
+    Some rows at a time: those for which a head was long enough.
 
     The head of each ranking, ``length`` tokens or the largest k asked for (``largest_k``) if that is more, tells almost
     always where to cut. Where the head's mass does not reach ``top_p``, or the cut falls among tokens that tie with the
     head's last, a row is looked at again with a head ``GROWTH`` times as long, and at last sorted whole. All ways use the
     same sums: the total mass in the order of the vocabulary, the mass of a head in the order of its ranks, each in float64.
     """
-    V = logits.shape[-1]
-    weights = _weights(logits)
-    length = max(length, with_margin(largest_k))
-    head = rank_head(logits, length)
-    num_kept = _num_kept(head, weights, top_k, top_p)
-    all_stay = ((top_k < 1) | (top_k >= V)) & (top_p >= 1)
-    unsettled = ((num_kept > head.settled) & ~all_stay).nonzero().flatten()
-    filtered = torch.where(all_stay.unsqueeze(-1), logits, _keep(logits, head, num_kept))
-    if not len(unsettled):
-        return filtered, 0
-    if (longer := GROWTH * length) < V // 2:
-        again, num_sorted = top_k_top_p_by_head(logits[unsettled], top_k[unsettled], top_p[unsettled], largest_k, longer)
-        return filtered.index_copy_(0, unsettled, again), num_sorted
-    for rows in unsettled.split(SORTED_AT_ONCE):
-        filtered.index_copy_(0, rows, top_k_top_p_filter(logits[rows], top_k[rows], top_p[rows]))
-    return filtered, len(unsettled)
-
-
-def _weights(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
-    """Masses up to a factor; the most probable token's is 1."""
-    return (logits - logits.amax(-1, keepdim=True)).exp()
+    rows, V = torch.arange(len(logits), device=logits.device), logits.shape[-1]
+    total, length = weights.sum(-1, dtype=torch.float64), max(length, with_margin(largest_k))
+    while len(rows):
+        head = rank_head(logits, length)
+        num_kept = _num_kept(head, weights, total, top_k, top_p)
+        stays, done = _ranks(head) < num_kept.unsqueeze(-1), num_kept <= head.settled
+        ids, order = head.ids.sort(-1)
+        kept = weights.gather(-1, ids) * stays.gather(-1, order)
+        if done.all():
+            yield Kept(rows, ids, kept, was_sorted=False)
+            return
+        yield Kept(rows[done], ids[done], kept[done], was_sorted=False)
+        left = ~done
+        rows, logits, weights, total = rows[left], logits[left], weights[left], total[left]
+        top_k, top_p = top_k[left], top_p[left]
+        length *= GROWTH
+        if length >= V // 2:
+            break
+    everything = torch.arange(V, device=logits.device)
+    for some in torch.arange(len(rows), device=logits.device).split(SORTED_AT_ONCE):
+        stays = top_k_top_p_filter(logits[some], top_k[some], top_p[some]) > -math.inf
+        yield Kept(rows[some], everything.expand(stays.shape), weights[some] * stays, was_sorted=True)
 
 
 def _num_kept(
-    ranked: Ranked, weights: Float[Tensor, "R V"], top_k: Int[Tensor, "R"], top_p: Float[Tensor, "R"]
+    ranked: Ranked,
+    weights: Float[Tensor, "R V"],
+    total: Float64[Tensor, "R"],
+    top_k: Int[Tensor, "R"],
+    top_p: Float[Tensor, "R"],
 ) -> Int64[Tensor, "R"]:
     """How many of the first ranks stay, if that can be told from them; else a number beyond ``ranked.settled``."""
     V, K = weights.shape[-1], ranked.ids.shape[-1]
     mass: Float64[Tensor, "R K"] = weights.gather(-1, ranked.ids).cumsum(-1, dtype=torch.float64)
     limit = torch.where((top_k < 1) | (top_k > V), V, top_k)
     within = mass.gather(-1, (limit.clamp(max=K) - 1).unsqueeze(-1)).squeeze(-1)
-    total = torch.where(limit < V, within, weights.sum(-1, dtype=torch.float64))
+    all_of_it = torch.where(limit < V, within, total)
     # Rank r stays if the mass before it is under p; so do all ranks up to the first whose own sum reaches p.
-    short_of_p = (mass < (top_p.double() * total).unsqueeze(-1)).sum(-1)
+    short_of_p = (mass < (top_p.double() * all_of_it).unsqueeze(-1)).sum(-1)
     by_mass = torch.where(top_p < 1, short_of_p + 1, limit)
     return torch.minimum(by_mass, limit)
 
 
-def _keep(logits: Float[Tensor, "R V"], ranked: Ranked, num_kept: Int64[Tensor, "R"]) -> Float[Tensor, "R V"]:
-    """The first ranks of each row at their values, all else at minus infinity."""
-    rank = torch.arange(ranked.ids.shape[-1], device=logits.device)
-    kept = ranked.values.masked_fill(rank >= num_kept.unsqueeze(-1), -math.inf)
-    return torch.full_like(logits, -math.inf).scatter(-1, ranked.ids, kept)
+def _ranks(ranked: Ranked) -> Int64[Tensor, "K"]:
+    return torch.arange(ranked.ids.shape[-1], device=ranked.ids.device)

@@ -6,7 +6,7 @@ for; the host knows which slots those are, so the others cost nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ class SamplingSlots:
         self.path = torch.zeros(N, dtype=torch.int64, device=device)
         # The host's copies: which rows need which work.
         self._random = np.zeros(N, dtype=bool)
-        self._filtered = np.zeros(N, dtype=bool)
+        self._min_p_on = np.zeros(N, dtype=bool)
         self._ranked = np.zeros(N, dtype=bool)
         self._effective_top_k = np.zeros(N, dtype=np.int64)
         self._asks_until = np.zeros(N, dtype=np.int64)
@@ -90,7 +90,7 @@ class SamplingSlots:
         keeps_some = 0 < numbers.top_k < self._vocab_size
         self._random[slot] = numbers.temperature >= GREEDY_BELOW
         self._ranked[slot] = numbers.top_p < 1 or keeps_some
-        self._filtered[slot] = self._ranked[slot] or numbers.min_p > 0
+        self._min_p_on[slot] = numbers.min_p > 0
         self._effective_top_k[slot] = numbers.top_k if keeps_some else 0
         asked = self._asked_by(admission)
         self._asks_until[slot] = np.iinfo(np.int64).max if asked.always else asked.may_end_at
@@ -124,11 +124,9 @@ class SamplingSlots:
             hooks.append(self._hooks.get(admission.sequence_id, missing_hook))
         return tuple(hooks)
 
-    def rows(
-        self, slots: np.ndarray, num_tokens: np.ndarray, on_device: Int64[Tensor, "R"], token_ids: Int64[Tensor, "N L"]
-    ) -> SamplingRows:
-        """The parameters of the rows that draw, of sequences with so many tokens; ``token_ids`` are those of all slots."""
-        random = self._random[slots]
+    def rows(self, slots: np.ndarray, on_device: Int64[Tensor, "R"]) -> SamplingRows:
+        """The parameters of rows that draw; they stay the same until a slot of theirs is given to another sequence."""
+        random, ranked = self._random[slots], self._ranked[slots]
         return SamplingRows(
             temperature=self.temperature[on_device],
             top_p=self.top_p[on_device],
@@ -136,15 +134,23 @@ class SamplingSlots:
             min_p=self.min_p[on_device],
             seed=self.seed[on_device],
             path=self.path[on_device],
-            position=torch.from_numpy(num_tokens).to(self.device, non_blocking=True),
-            random=np.flatnonzero(random).tolist(),
-            filtered=bool((random & self._filtered[slots]).any()),
-            ranked=bool((random & self._ranked[slots]).any()),
+            position=torch.zeros_like(on_device),
+            whole=np.flatnonzero(random & ~ranked).tolist(),
+            ranked=np.flatnonzero(random & ranked).tolist(),
+            min_p_on=bool((random & self._min_p_on[slots]).any()),
             largest_top_k=int((random * self._effective_top_k[slots]).max(initial=0)),
-            adjustments=self._adjustments(slots, num_tokens, token_ids),
         )
 
+    def at(
+        self, rows: SamplingRows, slots: np.ndarray, num_tokens: np.ndarray, token_ids: Int64[Tensor, "N L"]
+    ) -> SamplingRows:
+        """The same rows where their sequences have so many tokens; ``token_ids`` are those of all slots."""
+        adjustments = self._adjustments(slots, num_tokens, token_ids)
+        return replace(rows, position=self._tensor(num_tokens), adjustments=adjustments)
+
     def _adjustments(self, slots: np.ndarray, num_tokens: np.ndarray, token_ids: Int64[Tensor, "N L"]) -> Adjustments | None:
+        if not self._asked:
+            return None
         rows = np.flatnonzero(num_tokens < self._asks_until[slots])
         if not len(rows):
             return None

@@ -43,10 +43,7 @@ class BeamLifecycle(Lifecycle):
 
     def _move_on(self, request: Request, group: BeamGroup, update: StepUpdate) -> None:
         beams = request.sequences
-        stop_ids = self._stop_ids(request)
-        following = group.advance(
-            [group.pending.pop(beam.sequence_id) for beam in beams], lambda token_id: token_id in stop_ids
-        )
+        following = group.advance([group.pending.pop(beam.sequence_id) for beam in beams])
         group.times.append(self._clock())
         if group.done:
             update.finished += self._conclude(request, group)
@@ -68,10 +65,6 @@ class BeamLifecycle(Lifecycle):
             update.chosen.append((beam.sequence_id, continuation.token_id))
         update.beams.append(tuple(beam.sequence_id for beam in request.sequences))
 
-    def _stop_ids(self, request: Request) -> frozenset[int]:
-        params = request.params
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-
     def _fork_beam(self, parent: Sequence, group: BeamGroup) -> Sequence:
         number = group.take_number()
         child = Sequence(
@@ -91,7 +84,7 @@ class BeamLifecycle(Lifecycle):
 
     def _conclude(self, request: Request, group: BeamGroup) -> list[Finish]:
         """End the beams; from here on the request's sequences are the finished hypotheses, best first."""
-        beams, stop_ids = request.sequences, self._stop_ids(request)
+        beams = request.sequences
         request.sequences = []
         for rank, hypothesis in enumerate(group.finished):
             number = group.take_number()
@@ -108,11 +101,26 @@ class BeamLifecycle(Lifecycle):
             )
             sequence.decisions.extend(beams[0].decisions)
             sequence.token_times = group.times[: len(hypothesis.token_ids)]
-            for token_id in hypothesis.token_ids:
-                self._text.append(sequence, token_id, silent=token_id in stop_ids)
+            self._say(sequence, group)
             request.sequences.append(sequence)
         request.metrics.first_token_time = group.times[0] if group.times else None
         return [self._finish(beam, "pruned") for beam in beams]
+
+    def _say(self, sequence: Sequence, group: BeamGroup) -> None:
+        """Make a hypothesis's text, and say which stop id or string ended it, as for any sample."""
+        params = sequence.request.params
+        for token_id in sequence.output_token_ids:
+            by_id = token_id in group.endings.stop_ids
+            self._text.append(sequence, token_id, silent=by_id and not params.include_stop_str_in_output)
+        last = sequence.token_ids[-1]
+        if (found := self._text.finish(sequence)) is not None:
+            sequence.finish_reason, sequence.stop_reason = "stop", found
+        elif (
+            sequence.finish_reason == "stop"
+            and last in params.stop_token_ids
+            and (params.ignore_eos or last not in self._eos_token_ids)
+        ):
+            sequence.stop_reason = last
 
     def _at_barrier(self, sequence: Sequence) -> bool:
         """Whether it is a beam that waits for the others of its search."""

@@ -101,7 +101,7 @@ class Lifecycle:
     def _join(self, parent: Sequence, child: Sequence) -> None:
         """Let a sequence that goes on from ``parent`` share its blocks, and take a slot; or wait, where that cannot be."""
         if parent.status is Status.RUNNING and not self.running.full and self.can_share and not child.reads_prompt:
-            shared = self.kv.fork(parent.sequence_id, child.sequence_id)
+            shared = self._share_blocks(parent, child)
             child.num_computed_tokens = parent.num_computed_tokens
             self._take_slot(child)
             self._forked.append((parent, child, shared))
@@ -110,6 +110,11 @@ class Lifecycle:
             most, ahead = child.request.max_tokens, len(self.waiting)
             self._log.add(child, "arrived", prompt=len(child.token_ids), max_tokens=most, ahead=ahead)
             self.waiting.push(child)
+
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> tuple[int, ...]:
+        """Give a child its parent's blocks. The last is no more the parent's own: its next decode may have to copy it."""
+        parent.quiet_until = 0
+        return self.kv.fork(parent.sequence_id, child.sequence_id)
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request's samples, wherever they are. Their blocks come back at once."""
@@ -200,6 +205,7 @@ class Lifecycle:
             mode, block_ids = "recompute", tuple(self._release(sequence))
             sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING
+        sequence.quiet_until = 0
         sequence.num_preemptions += 1
         sequence.request.metrics.num_preemptions += 1
         self.waiting.push(sequence)
@@ -253,10 +259,12 @@ class Lifecycle:
 
     def _end(self, sequence: Sequence, reason: FinishReason, block_ids: list[int], stays: bool = False) -> Finish:
         """Say that nothing more comes of a sequence. The text that was held back to its end may hold a stop string."""
-        if reason in ("stop", "length") and (found := self._text.finish(sequence)) is not None:
+        found = self._text.finish(sequence) if reason in ("stop", "length") and sequence.request.params.stop else None
+        if found is not None:
             sequence.stop_reason, reason = found, "stop"
             self._log.add(sequence, "stop_string", stop=found)
         sequence.status = Status.FINISHED
+        sequence.quiet_until = 0
         sequence.finish_reason = reason
         del self.sequences[sequence.sequence_id]
         if sequence.request.finished:

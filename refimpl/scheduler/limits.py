@@ -8,6 +8,23 @@ from refimpl.errors import PromptError, QueueFullError
 from refimpl.request import Request
 
 
+def check_length(prompt: int, limit: int, request_id: str) -> None:
+    """See that a prompt of so many tokens leaves room for one more under ``max_model_len``, which is ``limit``.
+
+    Raises:
+        PromptError: it does not.
+
+    """
+    if prompt >= limit:
+        raise PromptError(
+            f"the prompt has {prompt} tokens; with at least one to generate, at most {limit - 1} fit "
+            f"max_model_len = {limit}. Shorten the prompt or raise max_model_len",
+            request_id=request_id,
+            prompt_tokens=prompt,
+            max_model_len=limit,
+        )
+
+
 def check_fits(request: Request, config: SchedulerConfig, kv: KVCacheManager) -> None:
     """See that a request could run if it had everything for itself.
 
@@ -15,15 +32,8 @@ def check_fits(request: Request, config: SchedulerConfig, kv: KVCacheManager) ->
         PromptError: it could not; the message has the arithmetic.
 
     """
-    prompt, limit = len(request.prompt_token_ids), config.max_model_len
-    if prompt >= limit:
-        raise PromptError(
-            f"the prompt has {prompt} tokens; with at least one to generate, at most {limit - 1} fit "
-            f"max_model_len = {limit}. Shorten the prompt or raise max_model_len",
-            request_id=request.request_id,
-            prompt_tokens=prompt,
-            max_model_len=limit,
-        )
+    prompt = len(request.prompt_token_ids)
+    check_length(prompt, config.max_model_len, request.request_id)
     needed = kv.blocks_for(prompt + 1)
     if needed > kv.num_blocks:
         raise PromptError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation
 from refimpl.outputs import (
@@ -66,6 +66,16 @@ class StepPlan:
         if computed == len(sequence.token_ids) + sequence.num_tokens_in_flight:
             sequence.num_tokens_in_flight += 1
 
+    def decode(self, sequence: Sequence) -> None:
+        """Give a row to a sequence of which nothing else is to be planned (``Sequence.quiet_until``): most rows, by far."""
+        assert sequence.slot is not None
+        self.sequence_ids.append(sequence.sequence_id)
+        self.slots.append(sequence.slot)
+        self.num_new_tokens.append(1)
+        self.budget -= 1
+        sequence.num_computed_tokens += 1
+        sequence.num_tokens_in_flight += 1
+
     def admit(self, sequence: Sequence, shared_blocks: tuple[int, ...] = ()) -> None:
         """Tell the executor all that it must know of a sequence that takes a slot.
 
@@ -118,7 +128,7 @@ class StepPlan:
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
             prefix_hits=tuple(self.prefix_hits),
-            forks=tuple(dict.fromkeys(self.forks + self.born)),
+            forks=tuple(dict.fromkeys(self.forks + self.born)) if self.forks or self.born else (),
             arrived=tuple(arrived),
             aborted=tuple(aborted),
             preempted=tuple(self.preempted),
@@ -128,17 +138,16 @@ class StepPlan:
         )
 
 
-@dataclass
-class StepUpdate:
+class StepUpdate(msgspec.Struct):
     """What came of one step."""
 
     token_ids: list[int]
     """One a row: the token that its sequence took, or ``NO_TOKEN``."""
-    advanced: list[Sequence] = field(default_factory=list)
+    advanced: list[Sequence] = []
     """Sequences that took a token or ended, in row order."""
-    finished: list[Finish] = field(default_factory=list)
-    beams: list[tuple[int, ...]] = field(default_factory=list)
+    finished: list[Finish] = []
+    beams: list[tuple[int, ...]] = []
     """The sequences of each beam search that moved on, best first."""
-    chosen: list[tuple[int, int]] = field(default_factory=list)
+    chosen: list[tuple[int, int]] = []
     """(sequence, token) that its search chose."""
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[Decision] = []

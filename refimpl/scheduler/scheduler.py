@@ -12,6 +12,7 @@ from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation, KVCacheManag
 from refimpl.config import SchedulerConfig
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, PrefixHit, SchedulerOutput
 from refimpl.request import Sequence, Status
+from refimpl.row_extras import RowExtras
 from refimpl.scheduler.beams import BeamLifecycle
 from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
 from refimpl.scheduler.policies import Policy
@@ -74,42 +75,43 @@ class Scheduler(BeamLifecycle):
 
     def update(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> StepUpdate:
         """Take in what a step drew: append ids, stop, free. All counting was done when the step was planned."""
-        update = StepUpdate(token_ids=[])
+        update = StepUpdate(token_ids=list(runner_output.token_ids))
         self._log.step = scheduler_output.step
-        now = self._clock()
-        rows = zip(scheduler_output.batch.sequence_ids, runner_output.token_ids, strict=True)
-        for row, (sequence_id, token_id) in enumerate(rows):
-            sequence = self.sequences.get(sequence_id)
-            extras = runner_output.extras.get(row)
-            if sequence is not None and extras is not None:
-                sequence.take(extras)
-            failure = None if sequence is None else failure_of(sequence, token_id, extras)
-            if sequence is None or (token_id == NO_TOKEN and failure is None):
-                # Nothing drawn, or drawn for a sequence that turned out to have ended a step earlier: discarded.
-                update.token_ids.append(NO_TOKEN)
+        now, extras, text = self._clock(), runner_output.extras, self._text
+        sequences = map(self.sequences.get, scheduler_output.batch.sequence_ids)
+        for row, (sequence, token_id) in enumerate(zip(sequences, runner_output.token_ids, strict=True)):
+            plain = token_id >= 0 and row not in extras  # a beam's row sends back more than its token
+            # Where the sequence turned out to have ended a step earlier, what was drawn for it is discarded.
+            if sequence is None or not (plain or self._takes(sequence, token_id, extras.get(row), update)):
+                update.token_ids[row] = NO_TOKEN
                 continue
-            sequence.num_tokens_in_flight -= token_id != NO_TOKEN
-            if failure is not None:
-                update.token_ids.append(NO_TOKEN)
-                self._fail(sequence, failure, update)
-                continue
-            if sequence.request.beams is not None:
-                update.token_ids.append(NO_TOKEN)
-                self._propose(sequence, extras, update)
-                continue
-            update.advanced.append(sequence)
-            update.token_ids.append(token_id)
+            sequence.num_tokens_in_flight -= 1
             sequence.token_ids.append(token_id)
             sequence.token_times.append(now)
-            if extras is not None and extras.logprobs is not None:
-                sequence.logprobs.append(extras.logprobs)
             if sequence.request.metrics.first_token_time is None:
                 sequence.request.metrics.first_token_time = now
-            if (reason := stop(sequence, token_id, self._eos_token_ids, self._text)) is not None:
+            update.advanced.append(sequence)
+            if (reason := stop(sequence, token_id, self._eos_token_ids, text)) is not None:
                 update.finished.append(self._finish(sequence, reason))
         update.decisions = self._log.take()
         self._log.step = self.step
         return update
+
+    def _takes(self, sequence: Sequence, token_id: int, extras: RowExtras | None, update: StepUpdate) -> bool:
+        """Keep what a row sends back beside its token, if that is a token. Whether its sequence takes the token."""
+        if extras is not None:
+            sequence.take(extras)
+        failure, drew = failure_of(sequence, token_id, extras), token_id != NO_TOKEN
+        if failure is None and drew and sequence.request.beams is None:
+            if extras is not None and extras.logprobs is not None:
+                sequence.logprobs.append(extras.logprobs)
+            return True
+        sequence.num_tokens_in_flight -= drew
+        if failure is not None:
+            self._fail(sequence, failure, update)
+        elif drew:
+            self._propose(sequence, extras, update)
+        return False
 
     def _fail(self, sequence: Sequence, reason: str, update: StepUpdate) -> None:
         """End a sequence that cannot go on; where that is its prompt's doing, with all samples of the prompt."""
@@ -132,6 +134,9 @@ class Scheduler(BeamLifecycle):
 
     def _continue_running(self, plan: StepPlan) -> None:
         for sequence in self.running:
+            if sequence.num_computed_tokens + 1 < sequence.quiet_until and plan.budget:
+                plan.decode(sequence)
+                continue
             if sequence.status is not Status.RUNNING:
                 continue  # it gave way to an older one in this loop
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
@@ -152,8 +157,8 @@ class Scheduler(BeamLifecycle):
         """
         if sequence.request.beams is not None and (sequence.num_tokens_in_flight or self._at_barrier(sequence)):
             return 0
-        num_tokens = len(sequence.token_ids) + sequence.num_tokens_in_flight
-        if num_tokens - sequence.num_prompt_tokens >= sequence.request.max_tokens:  # ending
+        num_tokens = sequence.num_tokens
+        if num_tokens >= sequence.most_tokens:  # ending
             return 0
         if not self.config.enable_kv_cache:
             return num_tokens if num_tokens <= budget else 0
@@ -286,6 +291,7 @@ class Scheduler(BeamLifecycle):
         # decode has something to publish right at a block's end, or one token later.
         if num_new_tokens > 1 or sequence.num_computed_tokens % self.kv.block_size <= 1:
             self.kv.publish(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens)
+        sequence.quiet_until = self._quiet_until(sequence)
         if num_new_tokens == 1 and before >= sequence.num_prompt_tokens:
             return  # a decode
         if left := sequence.num_tokens - sequence.num_computed_tokens - sequence.num_tokens_in_flight:
@@ -294,6 +300,14 @@ class Scheduler(BeamLifecycle):
             self._log.add(sequence, "decoding")
             if self.can_share:
                 self._admit_siblings(sequence, plan)
+
+    def _quiet_until(self, sequence: Sequence) -> int:
+        """How long decodes of a sequence need no look: within its block, but for first and last, which publish blocks."""
+        within = (computed := sequence.num_computed_tokens) % self.kv.block_size
+        decodes = computed >= sequence.num_prompt_tokens and sequence.num_tokens == computed + 1
+        counts = self.policy.dynamic or sequence.request.beams is not None or not self.config.enable_kv_cache
+        full = computed - within + self.kv.block_size + (self.kv.prefix_cache is None)  # else the last token publishes it
+        return min(sequence.most_tokens, full) if decodes and within and not counts else 0
 
     def _admit_siblings(self, leader: Sequence, plan: StepPlan) -> None:
         """The other samples of a request join as soon as their prompt is computed, each with all of its blocks shared.
@@ -307,7 +321,7 @@ class Scheduler(BeamLifecycle):
             if self.running.full:
                 self.waiting.push(sibling)
                 continue
-            shared = self.kv.fork(leader.sequence_id, sibling.sequence_id)
+            shared = self._share_blocks(leader, sibling)
             self._take_slot(sibling)
             sibling.num_computed_tokens = sibling.num_prompt_tokens
             self._log.add(sibling, "forked", parent=leader.name, slot=sibling.slot or 0, blocks=len(shared))

@@ -10,7 +10,10 @@ from refimpl.row_extras import RowExtras
 
 
 class TextWatch(Protocol):
-    """Makes text of tokens, and finds stop strings in it. The scheduler, which sees no text, asks it."""
+    """Makes text of tokens, and finds stop strings in it. The scheduler, which sees no text, asks it.
+
+    It is asked about samples with stop strings alone: text that can end nothing is made when somebody reads it.
+    """
 
     def append(self, sequence: Sequence, token_id: int, silent: bool) -> str | None:
         """A sequence took a token; returns the stop string that its text completes. A ``silent`` token has no text."""
@@ -34,24 +37,19 @@ def stop(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int], text:
 
     The text of a token that stops by its id is left out, unless stop strings stay in the output too (vLLM's rule).
     """
-    reason = _stop_by_id(sequence, token_id, eos_token_ids)
-    silent = reason == "stop" and not sequence.request.params.include_stop_str_in_output
-    if (found := text.append(sequence, token_id, silent)) is not None:
-        sequence.stop_reason = found
-        return "stop"
-    return reason
-
-
-def _stop_by_id(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
     params = sequence.request.params
+    reason: FinishReason | None = None
     if token_id in eos_token_ids and not params.ignore_eos:
-        return "stop"
-    if token_id in params.stop_token_ids:
-        sequence.stop_reason = token_id
-        return "stop"
-    if len(sequence.token_ids) - sequence.num_prompt_tokens >= sequence.request.max_tokens:
-        return "length"
-    return None
+        reason = "stop"
+    elif token_id in params.stop_token_ids:
+        reason, sequence.stop_reason = "stop", token_id
+    elif len(sequence.token_ids) >= sequence.most_tokens:
+        reason = "length"
+    if params.stop:
+        silent = reason == "stop" and not params.include_stop_str_in_output
+        if (found := text.append(sequence, token_id, silent)) is not None:
+            reason, sequence.stop_reason = "stop", found
+    return reason
 
 
 def failure_of(sequence: Sequence, token_id: int, extras: RowExtras | None) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import msgspec
+
 from refimpl.executor.model_free import ModelFreeExecutor
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from refimpl.simulate.deployment import Deployment
@@ -22,7 +24,8 @@ class VirtualClock:
 
     def advance_to(self, time: float) -> None:
         """Let the time pass until then; nothing happens if it has passed."""
-        self.now = max(self.now, time)
+        if time > self.now:
+            self.now = time
 
 
 class _Timed(Future[ModelRunnerOutput]):
@@ -80,6 +83,8 @@ class SimulatedExecutor(ModelFreeExecutor):
         self._roofline = deployment.roofline
         self._clock = clock
         self._free_at = 0.0
+        self._context = 0
+        """Tokens of all contexts of the last step's rows."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step; its future moves the clock to the step's end when it is waited for."""
@@ -88,24 +93,29 @@ class SimulatedExecutor(ModelFreeExecutor):
         if scheduler_output.swapped_out or scheduler_output.swapped_in:
             out, back = len(scheduler_output.swapped_out), len(scheduler_output.swapped_in)
             self.blocks_out, self.blocks_in = self.blocks_out + out, self.blocks_in + back
-            work = work._replace(swapped=(out + back) * self._block_size)
+            work = msgspec.structs.replace(work, swapped=(out + back) * self._block_size)
         times = self._roofline.times(work)
-        seconds = times.seconds
+        seconds, transfer = times.seconds, times.transfer
         self.busy_seconds += seconds
-        self.transfer_seconds += times.transfer
+        self.transfer_seconds += transfer
         if times.memory >= times.compute:
-            self.memory_bound_seconds += seconds - times.transfer
-        self._free_at = max(self._clock.now, self._free_at) + seconds
+            self.memory_bound_seconds += seconds - transfer
+        now = self._clock.now
+        self._free_at = (now if now > self._free_at else self._free_at) + seconds
         return _Timed(outcome, self._clock, self._free_at)
 
     def _work(self, output: SchedulerOutput, outcome: ModelRunnerOutput) -> StepWork:
         """Counts of a step that was just run. A row of no new tokens shares the logits, and so the reads, of another."""
         batch = output.batch
+        if self.further:
+            rows = len(batch.slots)
+            total = self._context = self._context + rows
+            return StepWork(rows, rows, total, total)
         contexts = [self.computed[slot] for slot in batch.slots]
         tokens = batch.num_tokens
         rows = len(contexts) - outcome.token_ids.count(NO_TOKEN)
         if tokens == len(contexts) and 0 not in batch.num_new_tokens:
-            total = sum(contexts)
+            total = self._context = sum(contexts)
             return StepWork(tokens, rows, total, total)  # all decode: one query sees its whole context
         chunks = [(n, context) for n, context in zip(batch.num_new_tokens, contexts, strict=True) if n]
         pairs = sum(n * context - n * (n - 1) // 2 for n, context in chunks)

@@ -1,20 +1,28 @@
 """What the simulator knows of hardware: memory, bandwidth, rates, links and prices of one device, from public figures.
 
-Memory is what the driver reports, not what the name says (``nvidia-smi``; MiB). Bandwidths and rates are the vendor's peaks,
-rates dense (half of what data sheets print "with sparsity") and with float32 accumulation; how much of a peak is reached is
-:class:`refimpl.simulate.roofline.Efficiency`'s business. Sources, by device:
+Bandwidths and rates are the vendor's peaks, rates dense (half of what data sheets print "with sparsity") and with float32
+accumulation; how much of a peak is reached is :class:`refimpl.simulate.roofline.Efficiency`'s business. Sources, by device,
+with the month of its announcement; figures were looked up on 2026-11-30, in reviews and shops that copy the sheets' tables
+(all but the 4,000 GB/s of the GH200 were found):
 
-- a100-40g, a100-80g: NVIDIA A100 data sheet (SXM4): 1,555 and 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both ways together.
-- h100: NVIDIA H100 data sheet (SXM5): 3,350 GB/s, 989 TFLOP/s, FP8 1,979, NVLink 900 GB/s.
-- h200: NVIDIA H200 data sheet (SXM5): 4,800 GB/s, rates and NVLink of the H100; memory as measured, 139.8 GiB.
-- l4: NVIDIA L4 data sheet: 300 GB/s, 121 TFLOP/s, FP8 242, PCIe 4.0 x16 (64 GB/s both ways together).
-- l40s: NVIDIA L40S data sheet: 864 GB/s, 362 TFLOP/s, FP8 733, PCIe 4.0 x16.
-- t4: NVIDIA T4 data sheet: 320 GB/s, 65 TFLOP/s (float16; it has no bfloat16), PCIe 3.0 x16 (32 GB/s).
-- rtx-4090: NVIDIA Ada GPU architecture white paper, appendix A: 1,008 GB/s, 165.2 TFLOP/s, FP8 330.3, PCIe 4.0 x16.
+- a100-40g, a100-80g: NVIDIA A100 data sheet (SXM4; 1758950, revision 4; 2020-05): 1,555 and 2,039 GB/s, 312 TFLOP/s, NVLink
+  600 GB/s both ways together.
+- h100: NVIDIA H100 data sheet (SXM5, 2022-03): 3,350 GB/s, 989 TFLOP/s (1,979 sparse), FP8 1,979 (3,958 sparse), NVLink 900
+  GB/s.
+- h200: NVIDIA H200 data sheet (SXM5, 2023-11): 4,800 GB/s, rates and NVLink of the H100.
+- gh200: NVIDIA GH200 data sheet (96 GB of HBM3, 2023-05): 4,000 GB/s, rates and NVLink of the H100.
+- l4: NVIDIA L4 data sheet (2023-03): 300 GB/s, 121 TFLOP/s (242 sparse), FP8 242 (485 sparse), PCIe 4.0 x16 (64 GB/s both
+  ways together).
+- l40s: NVIDIA L40S data sheet (2023-08): 864 GB/s, 362.05 TFLOP/s, FP8 733 (1,466 sparse), PCIe 4.0 x16.
+- t4: NVIDIA T4 data sheet (2018-09): 320 GB/s, 65 TFLOP/s (float16; it has no bfloat16), PCIe 3.0 x16 (32 GB/s).
+- rtx-4090: NVIDIA Ada GPU architecture white paper, appendix A (2022-09): 1,008 GB/s, 165.2 TFLOP/s, FP8 330.3, PCIe 4.0
+  x16.
 - cpu: arithmetic for a server socket: 8 channels of DDR5-4800 are 8 · 4,800 · 8 B = 307.2 GB/s; 32 cores of 1,024 bfloat16
   operations a cycle (AMX) at 2 GHz are 65.5 TFLOP/s. No links.
 
-- gh200: NVIDIA GH200 data sheet (96 GB of HBM3): 4,000 GB/s, rates and NVLink of the H100.
+Memory is what the driver reports, not what the name says (``nvidia-smi``, MiB; A100, H100, L4, L40S and T4 as listed by
+thundergolfer.com/blog/nvidia-gpu-memory-capacity). The H200's is what CUDA could use on one, 139.8 GiB; the driver says
+140.4. For GH200 and RTX 4090 no such list was found.
 
 The way to host memory, which swapping takes, one way: 32 GB/s over PCIe 4.0 x16 (A100, L4, L40S, RTX 4090; 64 both ways in
 their data sheets), 64 over PCIe 5.0 x16 (H100, H200; 128 both ways), 16 over PCIe 3.0 x16 (T4), and 450 over NVLink-C2C
@@ -23,10 +31,10 @@ their data sheets), 64 over PCIe 5.0 x16 (H100, H200; 128 both ways), 16 over PC
 A link's latency is that of one all-reduce of a small message: about 8 µs over NVLink (measured between two H200s, 7 to 10),
 about 20 µs over PCIe (assumed).
 
-Prices are US dollars for one device and hour, on demand. Those of a100-80g, h100 and h200 are the middle of what specialised
-clouds asked in May 2026 (1.10 to 1.50, 2.50 to 3.50, 3.50 to 4.50; mercatus-ai.com/blog/cloud-gpu-pricing), the others list
-prices of the sellers and years named beside them. Prices differ threefold between sellers: take them for the order of size,
-and give your own (``price``).
+Prices are assumptions, no vendor's figures: US dollars for one device and hour, on demand. Those of a100-80g, h100 and h200
+are the middle of what specialised clouds asked in May 2026 (1.10 to 1.50, 2.50 to 3.50, 3.50 to 4.50;
+mercatus-ai.com/blog/cloud-gpu-pricing), the others list prices of the sellers and years named beside them. Prices differ
+threefold between sellers: take them for the order of size, and give your own (``price``, ``--price``).
 """
 
 from __future__ import annotations
@@ -63,8 +71,9 @@ class Hardware:
     host_bandwidth: float
     """Bytes a second to or from the host's memory, one way, at peak."""
     price: float
-    """US dollars an hour."""
+    """US dollars an hour, assumed."""
     price_source: str
+    """Whose price is assumed, and when it was."""
 
 
 def _mib(count: int) -> int:

@@ -38,7 +38,8 @@ repeats all of it. This is one kind of device: that others reach the same shares
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from refimpl.config import ModelConfig
 from refimpl.errors import ConfigError
@@ -67,7 +68,7 @@ class Efficiency:
 MEASURED = Efficiency()
 
 
-class StepWork(NamedTuple):
+class StepWork(msgspec.Struct, frozen=True, gc=False):
     """What a step has to do. Counts are of the whole step, all rows together."""
 
     tokens: int
@@ -82,7 +83,7 @@ class StepWork(NamedTuple):
     """Token slots of blocks that go to the host or come from it."""
 
 
-class StepTimes(NamedTuple):
+class StepTimes(msgspec.Struct, frozen=True, gc=False):
     """Seconds of a step, by cause."""
 
     memory: float
@@ -98,7 +99,8 @@ class StepTimes(NamedTuple):
     @property
     def seconds(self) -> float:
         """How long the step takes."""
-        return max(self.memory, self.compute) + self.communication + self.overhead + self.transfer
+        longer = self.memory if self.memory > self.compute else self.compute
+        return longer + self.communication + self.overhead + self.transfer
 
 
 class Roofline:
@@ -155,17 +157,16 @@ class Roofline:
 
     def times(self, work: StepWork) -> StepTimes:
         """What a step takes, by cause."""
+        tokens, rows = work.tokens, work.rows
         transfer = work.swapped * self._swapped_bytes / self._host_bandwidth
-        if not work.tokens and not work.rows:
+        if not tokens and not rows:
             return StepTimes(0.0, 0.0, 0.0, 0.0, transfer)
-        linear = self._flops_per_token * work.tokens + self._flops_per_row * work.rows
-        return StepTimes(
-            memory=self._weight_seconds + (work.context + work.tokens) * self._kv_seconds,
-            compute=(linear + self._flops_per_pair * work.pairs) / self._rate,
-            communication=self._reduce_latency + self._reduce_seconds * work.tokens,
-            overhead=self._step_seconds + self._row_seconds * work.rows,
-            transfer=transfer,
-        )
+        linear = self._flops_per_token * tokens + self._flops_per_row * rows
+        memory = self._weight_seconds + (work.context + tokens) * self._kv_seconds
+        compute = (linear + self._flops_per_pair * work.pairs) / self._rate
+        communication = self._reduce_latency + self._reduce_seconds * tokens
+        overhead = self._step_seconds + self._row_seconds * rows
+        return StepTimes(memory, compute, communication, overhead, transfer)
 
     def preemption_costs(self) -> PreemptionCosts:
         """What swapping and recomputing add to a step; its weights and its overhead are paid for the others anyway."""

@@ -19,6 +19,7 @@ from refimpl.request import Request, Sequence
 from refimpl.request_metrics import RequestMetrics
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler.choose import make_scheduler
+from refimpl.scheduler.limits import check_length
 from refimpl.scheduler.policies import choose_policy
 from refimpl.simulate.deployment import Deployment
 from refimpl.simulate.executor import SimulatedExecutor, VirtualClock
@@ -71,6 +72,8 @@ class Simulation:
         self._loop = StepLoop(self.scheduler, self.executor, self.tally, depth)
         self._coming = deque(requests)
         self._number = 0
+        self._params: dict[int, SamplingParams] = {}
+        """By output length: to check the same again for each request takes time."""
         self._idle_steps = 0
         self.refused: int = 0
         self.refusals: list[str] = []
@@ -86,7 +89,7 @@ class Simulation:
     @property
     def pending(self) -> bool:
         """Whether a request is still to come, waits or runs."""
-        return bool(self._coming) or self.scheduler.has_unfinished or self._loop.busy
+        return bool(self._coming or self.scheduler.sequences) or self._loop.busy
 
     def run(self, each: Callable[[int], None] | None = None) -> dict[str, Any]:
         """Serve everything and return the figures. ``each`` is told how many requests ended, whenever some did."""
@@ -103,7 +106,8 @@ class Simulation:
 
         """
         before = self.refused
-        self._arrive()
+        if self._coming and self._coming[0].arrival <= self.clock.now:
+            self._arrive()
         if self.scheduler.has_unfinished:
             steps, now = self.tally.steps, self.clock.now
             self._loop.step()
@@ -127,20 +131,22 @@ class Simulation:
             came = self._coming.popleft()
             room = self.config.max_model_len - came.prompt
             self.cut += 0 < room < came.output
-            request = self._request(came, min(came.output, max(1, room)))
+            number, self._number = self._number, self._number + 1
             try:
-                self.scheduler.add(request)
+                check_length(came.prompt, self.config.max_model_len, str(number))  # before so many tokens are made up
+                self.scheduler.add(self._request(number, came, min(came.output, room)))
             except RequestError as error:
                 self.refused += 1
                 if len(self.refusals) < REFUSALS_KEPT:
-                    self.refusals.append(f"request {request.request_id}: {error}")
+                    self.refusals.append(f"request {number}: {error}")
 
-    def _request(self, came: TraceRequest, output: int) -> Request:
+    def _request(self, number: int, came: TraceRequest, output: int) -> Request:
         """A request whose prompt begins like no other's."""
-        number, vocab_size = self._number, self.deployment.model.vocab_size
-        self._number += 1
+        vocab_size = self.deployment.model.vocab_size
         token_ids = [number % vocab_size, number // vocab_size % vocab_size, *([1] * (came.prompt - 2))][: came.prompt]
-        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        params = self._params.get(output)
+        if params is None:
+            params = self._params[output] = SamplingParams(max_tokens=output, ignore_eos=True)
         metrics = RequestMetrics(came.arrival)
         request = Request(str(number), None, token_ids, params, seed=self.args.seed, max_tokens=output, metrics=metrics)
         request.sequences = [Sequence(number, request, 0, list(token_ids), came.prompt, path=number)]
@@ -149,6 +155,8 @@ class Simulation:
     def _count(self) -> int:
         """Add up those that ended, and let go of them."""
         ended = [sequence.request for sequence in self._loop.take_news() if sequence.finish_reason is not None]
+        if not ended:
+            return 0
         for request in dict.fromkeys(ended):
             self.tally.count(request)
             request.sequences = []  # else the two hold each other until the garbage collector comes

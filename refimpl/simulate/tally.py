@@ -41,12 +41,14 @@ class Tally(Recorder):
         for ended in output.exhausted:
             self._padding.discard(ended.sequence_id)
         self._weigh(planned)
-        self.steps += not output.empty
+        if not output.empty:
+            self.steps += 1
         for preemption in output.preempted:
             self.preempted[preemption.mode] += 1
         for ended in update.finished:
             (self._padding.add if ended.stays else self._padding.discard)(ended.sequence_id)
-        super().record(output, update, planned)
+        if self.events.wanted:
+            super().record(output, update, planned)
 
     def _weigh(self, planned: PlanTime) -> None:
         """A step counts from when it is planned, or the step before it ends, to its end."""

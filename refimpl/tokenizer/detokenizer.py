@@ -10,8 +10,9 @@ work for each token.
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from refimpl.tokenizer.tokenizer import Tokenizer
 
@@ -37,6 +38,9 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """Nothing follows: what was held back, as decoding the whole shows it."""
 
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own."""
+
 
 def make_detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> Detokenizer:
     """The way that fits the tokenizer; ``prompt`` are the tokens before the first one."""
@@ -51,8 +55,11 @@ class ByteLevelDetokenizer:
     Held back are the bytes, three at most, of a character that is not complete.
     """
 
+    __slots__ = ("_bytes_of", "_pending", "_skipped", "_whole")
+
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], prompt: Sequence[int]) -> None:
         self._bytes_of = tokenizer.token_bytes
+        self._whole = tokenizer.whole_text
         self._skipped = skipped
         self._pending = b""
         tail = b""
@@ -64,11 +71,19 @@ class ByteLevelDetokenizer:
 
     def append(self, token_id: int) -> str:
         """Take the next token; the characters that are complete with it."""
-        return "" if token_id in self._skipped else self._decode(self._bytes_of(token_id))
+        if token_id in self._skipped:
+            return ""
+        if not self._pending and (text := self._whole(token_id)) is not None:
+            return text  # nearly always
+        return self._decode(self._bytes_of(token_id))
 
     def finish(self) -> str:
         """U+FFFD for a character that never became complete."""
         return self._decode(b"", final=True)
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own."""
+        return copy.copy(self)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
         data = self._pending + data
@@ -124,6 +139,12 @@ class WindowDetokenizer:
         piece = self._decode(self._window)[self._said :]
         self._window, self._said = [], 0
         return piece
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own."""
+        branch = copy.copy(self)
+        branch._window = list(self._window)
+        return branch
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._skipped and self._tokenizer.backend.id_to_token(token_id) is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.detokenizer import make_detokenizer
@@ -16,6 +18,8 @@ class TextStream:
     ``prompt`` are the token ids before the first one: its text goes on from theirs. Stop strings are looked for in its own
     text alone.
     """
+
+    __slots__ = ("_detokenizer", "_finder", "_finished", "_min_tokens", "_new", "_num_tokens")
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self._detokenizer = make_detokenizer(tokenizer, params.skip_special_tokens, prompt)
@@ -38,6 +42,22 @@ class TextStream:
             if self._finder is not None:
                 self._new.append(self._finder.finish())
         return self._finder.found if self._finder is not None else None
+
+    def branch(self) -> Self:
+        """Another one that goes on from here on its own, and has nothing to say yet."""
+        branch = copy.copy(self)
+        branch._detokenizer = self._detokenizer.branch()
+        branch._finder = copy.copy(self._finder)  # the automaton is shared
+        branch._new = []
+        return branch
+
+    def read(self, token_ids: list[int]) -> str:
+        """Take the next tokens; the text that was said since the last call of this or of :meth:`take`."""
+        if len(token_ids) == 1 and self._finder is None and not self._new:
+            return self._detokenizer.append(token_ids[0])  # most of a batch, at every step
+        for token_id in token_ids:
+            self.append(token_id)
+        return self.take()
 
     def take(self) -> str:
         """The text that was said since the last call."""

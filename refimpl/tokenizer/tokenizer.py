@@ -39,6 +39,7 @@ class Tokenizer:
         self._renderer = renderer
         self.token_text = functools.lru_cache(maxsize=65_536)(self._token_text)
         self.token_bytes = functools.lru_cache(maxsize=None)(self._token_bytes)  # at most one entry an id
+        self.whole_text = functools.lru_cache(maxsize=None)(self._whole_text)
 
     @classmethod
     def from_pretrained(cls, folder: Path, gguf_file: str | None = None) -> Tokenizer:
@@ -125,6 +126,13 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id) or ""
         values = [_byte_values().get(char) for char in token]
         return token.encode() if None in values else bytes(value for value in values if value is not None)
+
+    def _whole_text(self, token_id: int) -> str | None:
+        """The text of a byte-level token whose bytes are whole characters; None of others."""
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a chat, ready for the assistant's turn. The template writes all special tokens itself.

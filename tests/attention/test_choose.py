@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from refimpl import LLM, EngineArgs, SamplingParams
-from refimpl.attention import AttentionBackend, AttentionMetadata, TorchPagedAttention, choose_backend
+from refimpl.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    Setting,
+    TorchPagedAttention,
+    backend_choice,
+    choose_backend,
+)
 from refimpl.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -41,7 +48,7 @@ def test_an_object_computes_every_layer_of_every_step():
     "wrong", ["flash", "", None, 3, Own, object(), type("Unnamed", (), {"begin_step": print})(), torch.zeros(2), ["torch"]]
 )
 def test_what_is_no_backend_is_refused_at_construction(wrong):
-    said = r"attention_backend is .*; it must be one of auto, torch, or an object \(not a class\) with a name and begin_step"
+    said = r"attention_backend is .*; it must be one of auto, torch, triton, flash_attn, or an object \(not a class\) with "
     with pytest.raises(ConfigError, match=said):
         EngineArgs(model="tiny", attention_backend=wrong)
 
@@ -86,5 +93,77 @@ def test_a_wrong_answer_ends_the_request_with_a_sentence_and_the_engine_goes_on(
 
 
 def test_names_choose_the_backend_of_refimpl():
-    assert {choose_backend(name, 16).name for name in ("auto", "torch")} == {"torch"}
-    assert choose_backend(Own(), 16).name == "own"
+    assert {choose_backend(name, Setting(16)).name for name in ("auto", "torch")} == {"torch"}
+    assert choose_backend(Own(), Setting(16)).name == "own"
+
+
+# ---------------------------------------------------------------------- what auto comes to, and what is refused
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Settings of a GPU that is not there: the choice asks for its capability alone."""
+    pytest.importorskip("triton")
+
+    def setting(capability, dtype=torch.bfloat16, **rest):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
+        return Setting(**{"head_dim": 64, "device": torch.device("cuda", 0), "dtype": dtype, **rest})
+
+    return setting
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "name", "reason"),
+    [
+        (90, {}, "triton", "sm_90: decodes by paged_attention, prefills by flash_attention"),
+        (80, {"dtype": torch.float16, "block_size": 64}, "triton", "sm_80: decodes by"),
+        (75, {"dtype": torch.float16}, "triton", "sm_75: decodes by vector arithmetic, prefills by torch on gathered pages"),
+        (70, {"dtype": torch.float16}, "torch", "made for sm_75 and later, and this is sm_70"),
+        (90, {"dtype": torch.float32}, "torch", "in float32 torch's operations are faster"),
+        (90, {"dtype": torch.float64}, "torch", "not in float64"),
+        (90, {"block_size": 24}, "torch", "powers of two, and block_size is 24"),
+        (90, {"head_dim": 320}, "torch", "up to 256 numbers, and head_dim is 320"),
+    ],
+)
+def test_auto_chooses_by_device_dtype_and_sizes(gpu, capability, options, name, reason):
+    choice = backend_choice("auto", gpu(capability, **options))
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+def test_auto_on_a_cpu_is_torch_whether_kernels_are_interpreted_or_not():
+    assert backend_choice("auto", Setting(64)) == ("torch", "on a CPU torch's operations are the fastest")
+
+
+def test_auto_without_triton_is_torch(gpu, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert backend_choice("auto", gpu(90)) == ("torch", "triton is not installed (torch's CUDA builds bring it)")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"dtype": torch.float64},
+            "'triton', but the kernels compute in .* not in float64; or use attention_backend='torch'",
+        ),
+        ({"block_size": 12}, "'triton', but the kernels read blocks of powers of two, and block_size is 12; or use"),
+    ],
+)
+def test_triton_says_what_it_cannot_serve(gpu, options, said):
+    with pytest.raises(ConfigError, match=said):
+        choose_backend("triton", gpu(90, **options))
+
+
+def test_triton_on_a_cpu_wants_the_interpreter(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ConfigError, match="'triton', but the device is a CPU: set TRITON_INTERPRET=1 before Python starts"):
+        choose_backend("triton", Setting(64))
+
+
+def test_the_choice_is_told_once(caplog):
+    with caplog.at_level("INFO", logger="refimpl"), LLM("tiny", device="cpu"):
+        pass
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("attention:")]
+    assert told == ["attention: torch (on a CPU torch's operations are the fastest)"]

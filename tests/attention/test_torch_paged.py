@@ -2,84 +2,19 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from asserts import assert_close, assert_same
+from attention_case import TOLERANCES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refimpl.attention import AttentionMetadata, TorchPagedAttention
+from refimpl.attention import TorchPagedAttention
 from refimpl.attention.torch_paged import QUERIES_PER_TILE, cut_tiles, group_tiles
 from refimpl.cache.kv_cache import LayerKV
-from refimpl.kernels import reference
 
-TOLERANCES = {
-    # rtol, atol. Values are drawn from Normal(0, 1), so outputs are averages of numbers up to about 4.
-    torch.float64: (1e-12, 1e-13),  # the order of sums alone
-    torch.float32: (1e-5, 2e-6),  # the order of sums, and exp in float32
-    # The weights (softmax in float32) are rounded to 16 bits before the product with the values, and so is the output:
-    # half a unit in the last place of each weight, times values up to 4; and half a unit of the output.
-    torch.bfloat16: (2**-8, 4 * 2**-9),
-    torch.float16: (2**-11, 4 * 2**-12),
-}
 HEADS = [(9, 3), (6, 1), (7, 1), (8, 8), (4, 2)]
-
-
-class Case:
-    """Sequences with random keys and values in a pool whose other slots, the null block's included, hold ``filling``.
-
-    ``lens`` are pairs (queries, context). Everything but the new tokens is in the cache; ``key`` and ``value`` are theirs.
-    """
-
-    def __init__(self, lens, Hq, Hkv, D, B, dtype=torch.float64, filling=math.nan, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape):
-            return torch.randn(*shape, generator=generator).to(dtype)
-
-        self.lens, self.scale = lens, D**-0.5
-        blocks = [-(-context // B) for _, context in lens]
-        ids = (torch.randperm(sum(blocks) + 5, generator=generator) + 1).tolist()
-        self.table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
-        self.cache = LayerKV(*(torch.full((sum(blocks) + 6, B, Hkv, D), filling, dtype=dtype) for _ in range(2)))
-        self.query = normal(sum(n for n, _ in lens), Hq, D)
-        self.key, self.value = (normal(len(self.query), Hkv, D) for _ in range(2))
-        slots = []
-        for s, (n, context) in enumerate(lens):
-            self.table[s, : blocks[s]] = torch.tensor([ids.pop() for _ in range(blocks[s])])
-            own = [int(self.table[s, p // B]) * B + p % B for p in range(context)]
-            slots += own[context - n :]
-            written = torch.tensor(own[: context - n], dtype=torch.long)
-            for cache in (self.cache.k, self.cache.v):
-                cache.view(-1, Hkv, D)[written] = normal(context - n, Hkv, D)
-        self.slot_mapping = torch.tensor(slots)
-        self.metadata = AttentionMetadata(
-            query_lens=[n for n, _ in lens],
-            seqused_k=[context for _, context in lens],
-            block_size=B,
-            block_table=self.table,
-            slot_mapping=self.slot_mapping,
-        )
-
-    def run(self, backend=None):
-        """What the backend makes of it: write, then attend."""
-        step = (backend or TorchPagedAttention(self.scale)).begin_step(self.metadata)
-        step.write(self.cache, self.key, self.value)
-        return step.attend(self.cache, self.query)
-
-    def expected(self):
-        """The definition in float64, on the cache as it is after ``run``."""
-        cu_seqlens_q = torch.tensor([0, *self.metadata.query_lens]).cumsum(0)
-        tensors = (self.query.double(), self.cache.k.double(), self.cache.v.double())
-        return reference.paged_attention(
-            *tensors, self.table, cu_seqlens_q, torch.tensor(self.metadata.seqused_k), self.scale
-        )
-
-    def check(self, backend=None):
-        got = self.run(backend)
-        rtol, atol = TOLERANCES[self.query.dtype]
-        assert got.dtype == self.query.dtype
-        assert_close(got, self.expected(), rtol, atol, what=f"attention of {self.lens} (token, head, dimension)")
 
 
 @pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
@@ -218,18 +153,19 @@ def test_any_step(lens, heads, D, B, filling, seed):
 @given(st.lists(st.integers(1, 3000).flatmap(lambda c: st.tuples(st.integers(1, c), st.just(c))), min_size=1, max_size=20))
 def test_tiles_cover_every_query_once(lens):
     tiles = cut_tiles([n for n, _ in lens], [context for _, context in lens])
-    covered = sorted(t for tile in tiles for t in range(tile.first_token, tile.first_token + tile.num_queries))
+    spans = zip(tiles.first_tokens.tolist(), tiles.num_queries.tolist(), strict=True)
+    covered = [token for start, count in spans for token in range(start, start + count)]
     assert covered == list(range(sum(n for n, _ in lens)))
     first_token = 0
     for s, (n, context) in enumerate(lens):
-        own = [tile for tile in tiles if tile.sequence == s]
+        own = tiles[tiles.sequences == s]
         # A tile's last query is its first token's distance from the sequence's end, so it sees exactly up to itself.
-        for tile in own:
-            last = tile.first_token + tile.num_queries
-            assert tile.context == context - (first_token + n - last)
+        ends = own.first_tokens + own.num_queries
+        assert (own.contexts == context - (first_token + n - ends)).all()
         first_token += n
     groups = group_tiles(tiles)
-    assert sorted(map(id, (tile for group in groups for tile in group))) == sorted(map(id, tiles))
+    assert sorted(token for group in groups for token in group.first_tokens) == tiles.first_tokens.tolist()
     for group in groups:
-        assert len({tile.num_queries for tile in group}) == 1
-        assert max(t.context for t in group) <= 2 * min(t.context for t in group)
+        assert (group.first_tokens == np.sort(group.first_tokens)).all()
+        assert len(set(group.num_queries)) == 1
+        assert group.contexts.max() <= 2 * group.contexts.min()

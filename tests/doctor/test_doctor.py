@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from refimpl import LLM, EngineArgs
 from refimpl.cli import main
 from refimpl.doctor import command, lab_check, machine, models, notebooks, versions
 from refimpl.doctor.findings import Finding, as_json, passes
+from refimpl.errors import RefimplError
 from refimpl.executor import device as devices
 from refimpl.loading.hf_config import write_config
 from refimpl.models.tiny import tiny
@@ -233,9 +235,28 @@ def test_a_lab_machine_passes_with_everything_run(tmp_path, without_model):
 
 def test_an_embedded_model_that_answers_wrongly_fails(monkeypatch):
     monkeypatch.setattr(lab_check, "EMBEDDED_MODEL", "tiny")
-    found = lab_check._tried("the engine", lab_check._run_embedded, "pull it again")
+    found = lab_check._tried("the engine", lambda: lab_check._run_embedded(time.monotonic() + 60), "pull it again")
     assert found.status == "error"
     assert found.value.startswith("failed: RefimplError: asked for the capital of France, it says ")
+
+
+def test_what_takes_too_long_is_cut_off_and_told(monkeypatch):
+    monkeypatch.setattr(lab_check, "EMBEDDED_MODEL", "tiny")
+    value, advice = lab_check._run_embedded(time.monotonic())
+    assert "not answered in time" in value
+    assert "close other programs" in advice
+    monkeypatch.setattr(lab_check, "IMPORT_LAB", "import time; time.sleep(60)")
+    with lab_check._ImportingLab() as importing:
+        value, advice = importing.versions(time.monotonic())
+        assert value == "is still being imported"
+        assert "what else this machine does" in advice
+    assert importing._process.returncode is not None
+
+
+def test_a_broken_jupyterlab_is_told_by_its_last_line(monkeypatch):
+    monkeypatch.setattr(lab_check, "IMPORT_LAB", "import nothing_of_this_name")
+    with lab_check._ImportingLab() as importing, pytest.raises(RefimplError, match="No module named 'nothing_of_this_name'"):
+        importing.versions(time.monotonic() + 60)
 
 
 def test_what_fails_is_named_with_what_to_do(run, monkeypatch, without_model):
@@ -243,7 +264,7 @@ def test_what_fails_is_named_with_what_to_do(run, monkeypatch, without_model):
         raise ImportError("no module named anywidget\nmore lines")
 
     monkeypatch.setattr(lab_check, "_make_widgets", broken)
-    monkeypatch.setattr(lab_check, "_import_lab", lambda: ("JupyterLab", ""))
+    monkeypatch.setattr(lab_check, "IMPORT_LAB", "print('jupyterlab')")
     code, out, err = run("tiny", "--lab", "--json")
     assert code == 1
     assert err == ""
@@ -256,7 +277,7 @@ def test_what_fails_is_named_with_what_to_do(run, monkeypatch, without_model):
 
 def test_a_folder_that_cannot_be_written_to_fails(monkeypatch, without_model, tmp_path):
     monkeypatch.setattr(lab_check.os, "access", lambda *_: False)
-    monkeypatch.setattr(lab_check, "_import_lab", lambda: ("JupyterLab", ""))
+    monkeypatch.setattr(lab_check, "IMPORT_LAB", "print('jupyterlab')")
     found = by_name(lab_check.check_lab(tmp_path))
     assert found["notebooks"].status == "error"
     assert str(tmp_path) in found["notebooks"].value

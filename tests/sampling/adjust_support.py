@@ -29,7 +29,8 @@ def rows_of(sequences, V, **options):
     for row, ids in enumerate(tokens):
         token_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
     slots, lengths = np.arange(len(tokens)), np.array([len(ids) for ids in tokens])
-    return slots_of(sequences, V, **options).rows(slots, lengths, torch.arange(len(tokens)), token_ids)
+    sampling = slots_of(sequences, V, **options)
+    return sampling.at(sampling.rows(slots, torch.arange(len(tokens))), slots, lengths, token_ids)
 
 
 def adjusted(logits, sequences, **options):

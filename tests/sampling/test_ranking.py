@@ -8,8 +8,8 @@ from asserts import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refimpl.sampling.filters import GROWTH, HEAD, top_k_top_p_by_head, top_k_top_p_filter
-from refimpl.sampling.ranking import rank_all, rank_head, top
+from refimpl.sampling.filters import GROWTH, HEAD, kept_by_head, top_k_top_p_filter
+from refimpl.sampling.ranking import BLOCK, argmax, rank_all, rank_head, top
 
 INF = math.inf
 
@@ -22,6 +22,21 @@ def random_rows(count, V, seed, step, dtype=torch.float32, holes=0.0):
     rows[torch.rand(count, V, generator=generator) < holes] = -INF
     rows[:, seed % V] = 1.0
     return rows.to(dtype)
+
+
+def by_head(logits, *arguments):
+    """What is kept, laid out over the vocabulary; and how many rows were sorted. Each row is told of once, ids in order."""
+    filtered, num_sorted, told, weights = torch.full_like(logits, -INF), 0, [], logits.softmax(-1)
+    assert (weights[logits > -INF] > 0).all(), "0 tells what is dropped"
+    for kept in kept_by_head(logits, weights, *arguments):
+        assert (kept.ids.diff() > 0).all()
+        own = torch.zeros_like(weights[kept.rows]).scatter(-1, kept.ids, kept.weights)
+        assert_same(own, torch.where(own > 0, weights[kept.rows], 0))
+        filtered[kept.rows] = torch.where(own > 0, logits[kept.rows], -INF)
+        num_sorted += len(kept.rows) * kept.was_sorted
+        told += kept.rows.tolist()
+    assert sorted(told) == list(range(len(logits)))
+    return filtered, num_sorted
 
 
 cases = st.fixed_dictionaries(
@@ -50,7 +65,7 @@ def test_top_k_and_top_p_by_the_head_are_those_of_the_full_sort(case, data):
     largest = max([k for k in top_k.tolist() if 0 < k < V], default=0)
     expected = top_k_top_p_filter(logits, top_k, top_p)
     for head in (1, 8, 32):  # short heads, so that all ways are gone in a small vocabulary
-        got, num_sorted = top_k_top_p_by_head(logits, top_k, top_p, largest, head)
+        got, num_sorted = by_head(logits, top_k, top_p, largest, head)
         assert_same(got, expected)
         assert 0 <= num_sorted <= count
 
@@ -60,19 +75,19 @@ def test_top_k_and_top_p_by_the_head_are_those_of_the_full_sort(case, data):
 def test_a_real_vocabulary(top_k, top_p, step):
     logits = random_rows(6, 50_000, seed=3, step=step)
     k, p = torch.full((6,), top_k), torch.full((6,), top_p)
-    got, _ = top_k_top_p_by_head(logits, k, p, top_k)
+    got, _ = by_head(logits, k, p, top_k)
     assert_same(got, top_k_top_p_filter(logits, k, p))
 
 
 def test_rows_that_need_the_sort_are_counted():
     V = 4 * HEAD
     flat, sharp = torch.linspace(0, 1, V), torch.cat((torch.tensor([50.0]), torch.linspace(0, 1, V - 1)))
-    rows, p = torch.stack((flat, sharp, flat, sharp)), torch.tensor([0.9, 0.9, 1.0, 1.0])
-    filtered, num_sorted = top_k_top_p_by_head(rows, torch.zeros(4, dtype=torch.int64), p, 0)
-    assert num_sorted == 1, "only the flat row with top_p reaches beyond the head; a row without filters never does"
-    assert (filtered > -INF).sum(-1).tolist() == [(filtered[0] > -INF).sum().item(), 1, V, V]
+    rows, p = torch.stack((sharp, flat, sharp)), torch.full((3,), 0.9)
+    filtered, num_sorted = by_head(rows, torch.zeros(3, dtype=torch.int64), p, 0)
+    assert num_sorted == 1, "only the flat row reaches beyond the head"
+    assert (filtered > -INF).sum(-1).tolist() == [1, (filtered[1] > -INF).sum().item(), 1]
     tied = torch.zeros(1, V)
-    filtered, num_sorted = top_k_top_p_by_head(tied, torch.tensor([5]), torch.ones(1), 5)
+    filtered, num_sorted = by_head(tied, torch.tensor([5]), torch.ones(1), 5)
     assert num_sorted == 1, "all tie with the head's last"
     assert (filtered[0] > -INF).nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
 
@@ -87,12 +102,27 @@ def test_the_top_of_a_row_is_that_of_a_stable_sort(case, k):
     assert ids.tolist() == whole.ids[:, :k].tolist()
 
 
-def test_the_settled_part_of_a_head_is_certain():
-    rows = random_rows(20, 300, seed=1, step=0.5)
-    head, whole = rank_head(rows, 40), rank_all(rows)
-    assert_same(head.values, whole.values[:, :40])
+@settings(max_examples=100, deadline=None)
+@given(case=cases)
+def test_the_argmax_is_the_lowest_id_of_the_largest_value(case):
+    rows = random_rows(**case)
+    assert argmax(rows).tolist() == rank_all(rows).ids[:, 0].tolist() == rows.argmax(-1).tolist()
+
+
+def test_the_argmax_of_a_row_at_the_ends_of_blocks():
+    for V in (BLOCK, 3 * BLOCK, 3 * BLOCK + 1):
+        rows = torch.full((V, V), -INF).fill_diagonal_(0.0)
+        assert argmax(rows).tolist() == list(range(V))
+
+
+@pytest.mark.parametrize(("V", "count"), [(300, 40), (300, 4), (5000, 1), (4999, 40), (4999, 77)])
+@pytest.mark.parametrize("step", [0, 0.5])
+def test_the_settled_part_of_a_head_is_certain(V, count, step):
+    rows = random_rows(20, V, seed=1, step=step)
+    head, whole = rank_head(rows, count), rank_all(rows)
+    assert_same(head.values, whole.values[:, :count])
     for row, settled in enumerate(head.settled.tolist()):
-        assert 0 < settled < 40
+        assert settled == (whole.values[row, :count] > whole.values[row, count - 1]).sum()
         assert head.ids[row, :settled].tolist() == whole.ids[row, :settled].tolist()
 
 
@@ -100,7 +130,7 @@ def test_a_longer_head_is_tried_before_all_is_sorted():
     V = 4 * GROWTH * HEAD
     rows = torch.zeros(1, V)
     rows[0, : 2 * HEAD] = torch.linspace(19, 18, 2 * HEAD)  # much of their mass lies beyond the first head
-    filtered, num_sorted = top_k_top_p_by_head(rows, torch.zeros(1, dtype=torch.int64), torch.tensor([0.9]), 0)
+    filtered, num_sorted = by_head(rows, torch.zeros(1, dtype=torch.int64), torch.tensor([0.9]), 0)
     assert num_sorted == 0
     assert HEAD < (filtered > -INF).sum() < 2 * HEAD
     assert_same(filtered, top_k_top_p_filter(rows, torch.zeros(1, dtype=torch.int64), torch.tensor([0.9])))

@@ -8,7 +8,8 @@ from asserts import ERROR_RATE, assert_close, assert_same, chi_square_p
 
 from refimpl.kernels.philox import Purpose, branch, uniform
 from refimpl.outputs import BAD_LOGITS
-from refimpl.sampling.sampler import Sampler, SamplingRows, draw
+from refimpl.sampling.filters import top_k_top_p_filter
+from refimpl.sampling.sampler import Sampler, SamplingRows, draw, tempered
 from refimpl.sampling_params import GREEDY_BELOW
 
 INF = math.inf
@@ -20,8 +21,9 @@ def make_rows(count, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, pat
     def column(value, dtype):
         return torch.as_tensor(value, dtype=dtype).expand(count).contiguous()
 
-    temperatures = column(temperature, torch.float64).tolist()
+    random = column(temperature, torch.float64) >= GREEDY_BELOW
     top_p, top_k, min_p = column(top_p, torch.float32), column(top_k, torch.int64), column(min_p, torch.float32)
+    ranked = (top_p < 1) | (top_k > 0)
     return SamplingRows(
         temperature=column(temperature, torch.float32),
         top_p=top_p,
@@ -30,9 +32,9 @@ def make_rows(count, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, pat
         seed=column(seed, torch.int64),
         path=column(path, torch.int64),
         position=column(position, torch.int64),
-        random=[i for i, t in enumerate(temperatures) if t >= GREEDY_BELOW],
-        filtered=bool((top_p < 1).any() or (top_k > 0).any() or (min_p > 0).any()),
-        ranked=bool((top_p < 1).any() or (top_k > 0).any()),
+        whole=(random & ~ranked).nonzero().flatten().tolist(),
+        ranked=(random & ranked).nonzero().flatten().tolist(),
+        min_p_on=bool((min_p > 0).any()),
         largest_top_k=int(top_k.max()),
     )
 
@@ -42,7 +44,12 @@ def sample(logits, rows):
 
 
 def probabilities(logits, rows):
-    return Sampler().probabilities(logits, rows)
+    """The definition of what is drawn from, over the whole vocabulary."""
+    return top_k_top_p_filter(tempered(logits, rows), rows.top_k, rows.top_p).softmax(-1)
+
+
+def numbers(rows):
+    return uniform(rows.seed, rows.path, rows.position, Purpose.TARGET)
 
 
 def random_logits(count, V, seed=0, scale=3.0):
@@ -121,6 +128,18 @@ def test_filters_that_are_off_draw_what_none_draws(options):
     assert sample(logits, rows)[1:].tolist() == plain[1:].tolist()
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.95}, {"top_k": 50}, {"top_k": 300, "top_p": 0.7, "min_p": 1e-3}], ids=str)
+@pytest.mark.parametrize("scale", [0.2, 3.0, 8.0])
+def test_candidates_alone_give_the_tokens_of_the_whole_vocabulary(options, scale):
+    """The head of a ranking, a longer one, a full sort: the same token for the same number, by the definition's sums."""
+    count, V = 600, 5000
+    logits = random_logits(20, V, seed=11, scale=scale).repeat(count // 20, 1)
+    rows = make_rows(count, temperature=0.8, position=torch.arange(count), **options)
+    scaled = tempered(logits, rows)
+    stays = top_k_top_p_filter(scaled, rows.top_k, rows.top_p) > -INF
+    assert sample(logits, rows).tolist() == draw(scaled.softmax(-1) * stays, numbers(rows)).tolist()
+
+
 def test_filters_come_after_the_temperature():
     logits = torch.tensor([[4.0, 2.0, 0.0]])
     hot = probabilities(logits, make_rows(1, temperature=2.0, min_p=math.exp(-1) - 0.01))
@@ -169,8 +188,8 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
     weights = [0.1, 0.0, 0.4, 0.25, 0.0, 0.25]
     count = 2000
     rows = make_rows(count, seed=3, position=torch.arange(count))
-    got = draw(torch.tensor([weights]).expand(count, -1).contiguous(), rows)
-    u = uniform(rows.seed, rows.path, rows.position, Purpose.TARGET)
+    u = numbers(rows)
+    got = draw(torch.tensor([weights]).expand(count, -1).contiguous(), u)
     for token, number in zip(got.tolist(), u.tolist(), strict=True):
         below = sum(weights[:token])
         assert below - 1e-6 <= number < below + weights[token] + 1e-6
@@ -179,15 +198,14 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
 
 def test_on_an_edge_the_next_token_is_drawn():
     """A number equal to the mass of the first tokens does not fall on them: a token of mass m has [below, below + m)."""
-    rows = make_rows(50, position=torch.arange(50))
-    u = uniform(rows.seed, rows.path, rows.position, Purpose.TARGET)
-    assert draw(torch.stack((u, torch.zeros(50).double(), 1 - u), dim=1), rows).tolist() == [2] * 50
+    u = numbers(make_rows(50, position=torch.arange(50)))
+    assert draw(torch.stack((u, torch.zeros(50).double(), 1 - u), dim=1), u).tolist() == [2] * 50
 
 
 def test_the_first_and_the_last_token_are_not_drawn_at_probability_0():
     count = 5000
     rows = make_rows(count, position=torch.arange(count))
-    got = draw(torch.tensor([[0.0, 1e-6, 1.0, 0.0]]).expand(count, -1).contiguous(), rows)
+    got = draw(torch.tensor([[0.0, 1e-6, 1.0, 0.0]]).expand(count, -1).contiguous(), numbers(rows))
     assert set(got.tolist()) <= {1, 2}
 
 
@@ -270,7 +288,7 @@ def test_neighbouring_tokens_are_independent():
     """Pairs of draws at positions p and p + 1 follow the product law."""
     count, weights = 100_000, torch.tensor([0.5, 0.3, 0.2])
     rows = make_rows(count, seed=23, position=torch.arange(count))
-    drawn = draw(weights.expand(count, -1).contiguous(), rows)
+    drawn = draw(weights.expand(count, -1).contiguous(), numbers(rows))
     pairs = torch.bincount(drawn[0::2] * 3 + drawn[1::2], minlength=9)
     assert chi_square_p(pairs, torch.outer(weights, weights).flatten().double() * (count // 2)) > ERROR_RATE
 

@@ -323,11 +323,11 @@ def test_what_was_read_is_not_kept_with_the_story_of_a_finished_request(llm):
 # ---------------------------------------------------------------------- the counter
 
 
-def test_rows_that_needed_a_full_sort_are_counted():
+def test_rows_that_needed_more_than_a_head_are_counted():
     with LLM(tiny(vocab_size=2000), max_model_len=32) as made:
         sampler = made.engine._executor.runner.sampler
         made.generate([[1, 2]], SamplingParams(top_k=5, seed=1, max_tokens=4, ignore_eos=True), use_tqdm=False)
-        assert sampler.num_rows_sorted == 0
+        assert (sampler.num_rows_beyond_head, sampler.num_rows_sorted) == (0, 0)
         flat = SamplingParams(top_p=0.99, temperature=1000, seed=1, max_tokens=4, ignore_eos=True)
         made.generate([[1, 2]], flat, use_tqdm=False)
-        assert sampler.num_rows_sorted == 4
+        assert (sampler.num_rows_beyond_head, sampler.num_rows_sorted) == (4, 4)

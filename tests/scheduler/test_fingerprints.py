@@ -7,7 +7,7 @@ import pytest
 import torch
 from sharing_support import Driver
 
-from refimpl.attention import choose_backend
+from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
@@ -45,7 +45,7 @@ class FingerprintExecutor:
             layer.v.fill_(float("nan"))
         sampling = SamplingSlots(limits.max_num_seqs, CONFIG.vocab_size, device)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size, device, sampling)
-        self.runner = ModelRunner(FingerprintModel(), self.cache, self.batch, choose_backend("auto", 2))
+        self.runner = ModelRunner(FingerprintModel(), self.cache, self.batch, choose_backend("auto", Setting(2)))
         self.violations = []
         self.num_checked = 0
 

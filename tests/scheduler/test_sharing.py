@@ -1,9 +1,11 @@
 """Sharing blocks: samples of one prompt, forks and copy-on-write, under all three levels of the audit."""
 
 import pytest
+from scheduler_support import books, make_request, make_scheduler
 from sharing_support import EOS, Driver, draw
 
 from refimpl.kernels.philox import ROOT_PATH, branch
+from refimpl.outputs import ModelRunnerOutput
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -130,3 +132,19 @@ def test_a_fork_that_is_preempted_in_its_first_step_leaves_its_slot_to_a_sample_
     [preempted] = driver.step().preempted
     assert preempted.sequence_id == fork.sequences[0].sequence_id
     driver.run()
+
+
+def test_a_fork_ends_the_quiet_of_its_parent():
+    """Its last block is shared from then on: its next decode has to look, and one of the two copies the block."""
+    scheduler = make_scheduler(block_size=4)
+    [parent] = (request := make_request(0, 5, max_tokens=20)).sequences
+    scheduler.add(request)
+    scheduler.update(scheduler.schedule(), ModelRunnerOutput((1,)))
+    assert (parent.num_computed_tokens, parent.quiet_until) == (5, 8), "two more decodes stay within its second block"
+    child = make_request(1, list(parent.token_ids), max_tokens=3)
+    scheduler.fork(parent, child)
+    assert parent.quiet_until == 0
+    planned = scheduler.schedule()
+    assert [(copy.slot, copy.index) for copy in planned.copies] == [(parent.slot, 1)]
+    assert parent.quiet_until == 8
+    assert books(scheduler) == []

@@ -22,9 +22,10 @@ class Text:
 
 
 def run(text, depth=0, num_blocks=100, stop_at=None, **request):
+    """A request with a stop string, of which ``text`` says whether it is there."""
     scheduler = make_scheduler(num_blocks=num_blocks, max_model_len=400, eos=(2,))
     scheduler._text = text
-    made = make_request(0, 5, **request)
+    made = make_request(0, 5, stop=["END"], **request)
     scheduler.add(made)
     outputs = run_all(scheduler, depth, stop_at=stop_at)
     assert scheduler.kv.num_free_blocks == num_blocks
@@ -65,3 +66,15 @@ def test_a_stop_string_that_only_the_end_shows_makes_a_stop_of_a_length():
     assert (finish.reason, sequence.finish_reason, sequence.stop_reason) == ("stop", "stop", "END")
     sequence, outputs = run(Text(), num_blocks=2, max_tokens=40)
     assert (sequence.finish_reason, sequence.stop_reason) == ("length", "the KV cache of 2 blocks is full")
+
+
+def test_text_that_can_end_nothing_is_not_asked_about():
+    """It is made when somebody reads it, also where an id stops the sequence."""
+    scheduler = make_scheduler(num_blocks=100, max_model_len=400, eos=(2,))
+    scheduler._text = text = Text()
+    made = [make_request(number, 5, max_tokens=4 + number) for number in range(3)]
+    for request in made:
+        scheduler.add(request)
+    run_all(scheduler, stop_at=7)
+    assert all(request.finished for request in made)
+    assert text.calls == []

@@ -183,6 +183,52 @@ def test_a_swapped_request_can_be_aborted(moment):
     assert other.finished
 
 
+def prompt_of(answers, max_tokens=20):
+    """A prompt whose answer has a length that is wanted; one shorter than ``max_tokens`` ends with a stop token."""
+    prompts = ([3, 1 + i // 50, 1 + i % 50] * 3 for i in range(2_000))
+    return next(p for p in prompts if answers(len(expected_output(branch(ROOT_PATH, 0), p, max_tokens))))
+
+
+def test_a_swapped_request_that_shares_its_prompt_with_a_stranger_is_aborted_twice():
+    """F13 and F37: what the stranger shares through the prefix cache is held, and stays when it is given up."""
+    driver = Driver(20, 4, num_host_blocks=30, **SWAP)
+    prompt = prompt_of(lambda length: length == 20)
+    first, second = (driver.add(prompt, max_tokens=20) for _ in range(2))
+    for _ in range(3):
+        driver.step()
+    driver.preempt(first, "swap")
+    assert [p.mode for p in driver.step().preempted] == ["swap"]
+    [gone], [alive] = first.sequences, second.sequences
+    shared = driver.kv.table(alive.sequence_id)[:2]
+    held = [place.block_id for place in driver.kv.swap.places(gone.sequence_id) if not place.on_host]
+    assert held == list(shared)
+    for _ in range(2):
+        driver.abort(first)
+        assert driver.kv.table(alive.sequence_id)[:2] == shared
+    driver.run()
+    assert len(alive.output_token_ids) == 20
+
+
+def test_a_token_in_flight_stops_a_request_that_was_swapped_meanwhile():
+    """The last token comes after its blocks went to the host: they are given back there, and nothing comes in again."""
+    ended_while_swapped = 0
+    for steps in range(1, 9):
+        driver = Driver(20, 4, depth=1, num_host_blocks=30, **SWAP)
+        request = driver.add(prompt_of(lambda length: length == 6), max_tokens=20)
+        driver.add(prompt_of(lambda length: length == 20), max_tokens=20)
+        [sequence] = request.sequences
+        for _ in range(steps):
+            driver.step()
+        driver.preempt(request, "swap")
+        outputs = [driver.step() for _ in range(3)]
+        moved = any(output.swapped_out for output in outputs)
+        came_back = any(output.swapped_in for output in outputs)
+        ended_while_swapped += moved and not came_back and sequence.finish_reason == "stop"
+        driver.run()
+        assert sequence.finish_reason == "stop"
+    assert ended_while_swapped == 1
+
+
 def test_a_fork_of_a_swapped_request_computes_its_tokens_anew():
     driver = Driver(20, 4, num_host_blocks=30, max_num_seqs=2, **SWAP)
     request = driver.add([3] * 6, max_tokens=9)

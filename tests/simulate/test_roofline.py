@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from refimpl.config import CacheConfig
@@ -62,7 +63,7 @@ def test_more_devices_than_kv_heads_hold_copies_of_the_cache():
     eight, sixteen = (Deployment.of("llama-3-70b", "h100", n, efficiency=IDEAL) for n in (8, 16))
     assert sixteen.block_bytes(16) == 2 * eight.block_bytes(16) == 2 * 5 * 1024**2
     work = StepWork(tokens=1, rows=1, context=10**6, pairs=0)
-    nothing = work._replace(context=-1)  # no keys and values at all
+    nothing = msgspec.structs.replace(work, context=-1)  # no keys and values at all
     cache = [d.roofline.times(work).memory - d.roofline.times(nothing).memory for d in (eight, sixteen)]
     assert cache[0] == pytest.approx(cache[1], rel=1e-9)
 

@@ -106,6 +106,14 @@ def test_a_trace_is_served_at_its_own_times_and_what_cannot_fit_is_refused_alone
     assert figures("--trace", trace(HEADER + ROWS), "--rate", "inf")["seconds"] < found["seconds"]
 
 
+def test_a_request_larger_than_the_cache_is_refused_alone_whatever_its_size(figures, trace):
+    rows = f"0,{10**15},5\n0,700,5\n0,30,{10**15}\n1,30,5\n"
+    found = figures("--trace", trace(HEADER + rows), "--num-gpu-blocks-override", 40)
+    assert (found["finished"], found["refused"], found["cut"]) == (2, 2, 1)
+    assert found["refusals"][0].startswith(f"request 0: the prompt has {10**15} tokens; with at least one to generate,")
+    assert found["refusals"][1].startswith("request 1: the prompt has 700 tokens")
+
+
 def test_more_requests_than_a_trace_has_are_said(run, trace):
     code, out, err = run("--json", "--trace", trace(HEADER + ROWS), "--requests", 9)
     assert (code, json.loads(out)["requests"]) == (0, 3)
@@ -134,6 +142,9 @@ def test_the_log_is_written_while_it_grows_and_reads_back(run, figures, tmp_path
         (["--model", "llama-3-70"], "did you mean llama-3-70b"),
         (["--dtype", "int3"], "dtype 'int3' is not known"),
         (["--hardware", "l4", "--model", "llama-3-70b"], "less 141.1 GB of weights in bfloat16: -119.4 GB are left"),
+        (["--hardware", "", "--model", "llama-3-8b"], "hardware '' is not known; "),
+        (["--tensor-parallel-size", "0"], "it must be a whole number, 1 or more"),
+        (["--tensor-parallel-size", "-2"], "it must be a whole number, 1 or more"),
         (["--tensor-parallel-size", "3"], "give one of 1, 2, 4, 8, 16, 32"),
         (["--workload", "nope"], "are not PROMPT/OUTPUT in tokens"),
         (["--requests", "0"], "give 1 or more"),
@@ -166,6 +177,12 @@ def test_bad_input_fails_in_one_line(run, arguments, message):
         (HEADER, "has no requests below its header"),
         (HEADER + "2023-11-16 18:15:47,5,5\n2023-11-16 18:15:46,5,5\n", "times must not go back: sort the lines"),
         (HEADER + "2023-11-16 18:15:47,-5,5\n", "must be a whole number of tokens >= 1"),
+        (HEADER + "5,5,5\n-1,5,5\n", "line 3: TIMESTAMP is '-1'"),
+        (HEADER + "nan,5,5\n", "line 2: TIMESTAMP is 'nan'"),
+        (HEADER + "1,nan,5\n", "line 2: ContextTokens is 'nan'; it must be a whole number of tokens >= 1"),
+        (HEADER + "1,5,inf\n", "line 2: GeneratedTokens is 'inf'"),
+        (HEADER + "1,5,five\n", "line 2: GeneratedTokens is 'five'"),
+        (HEADER + "1,5," + "9" * 5_000 + "\n", "line 2: GeneratedTokens is '999"),
         ("TIMESTAMP,ContextTokens\n1,2\n", "no column GeneratedTokens"),
     ],
 )

@@ -1,5 +1,6 @@
 """Swap in simulations: transfers take their time by hand, auto is the cheaper of both, books are audited, logs fold."""
 
+import msgspec
 import pytest
 from test_simulation import small
 
@@ -16,7 +17,7 @@ EMPTY = Batch(version=1, sequence_ids=(), slots=(), num_new_tokens=())
 
 def test_swapped_blocks_add_their_bytes_over_the_host_link():
     work = StepWork(tokens=1, rows=1, context=100, pairs=100)
-    moved = H200.roofline.times(work._replace(swapped=10 * 16))
+    moved = H200.roofline.times(msgspec.structs.replace(work, swapped=10 * 16))
     assert moved.transfer == pytest.approx(10 * 16 * KV_BYTES / (0.86 * 64e9), rel=1e-12)
     assert moved.seconds == pytest.approx(H200.roofline.times(work).seconds + moved.transfer, rel=1e-12)
 

@@ -1,5 +1,6 @@
 """Whole simulations: the real scheduler under a virtual clock, audited, the same in every process, drawn by every widget."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -7,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 
+from refimpl import visualizers
 from refimpl.cache import audit
 from refimpl.config import EngineArgs
 from refimpl.errors import ConfigError, RefimplError
 from refimpl.events import EventLog
 from refimpl.simulate import Deployment, Simulation, StepWork, TraceRequest, arrive, mixed
-from refimpl.visualizers import BatchTimeline, BlockMap, BlockTables, Dashboard, LatencyView, MemoryView, StaticAndContinuous
+from refimpl.visualizers import StaticAndContinuous, export_html, export_perfetto, render, replay
 from refimpl.visualizers.history import History
 
 H200 = Deployment.of("llama-3-8b", "h200")
@@ -223,8 +225,19 @@ def test_another_seed_draws_other_tokens():
     assert all(0 <= token < 128_256 for step in tokens[0] for token in step if token != -1)
 
 
+PUBLIC = [getattr(visualizers, name) for name in visualizers.__all__]
+EVERY_WIDGET = [one for one in PUBLIC if hasattr(one, "_repr_html_") and "source" in inspect.signature(one).parameters]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"scheduler": "static"}, {"kv_cache_manager": "contiguous", "max_model_len": 112}], ids=str
+    "options",
+    [
+        {},
+        {"scheduler": "static"},
+        {"kv_cache_manager": "contiguous", "max_model_len": 112},
+        {"swap_space": 1.0, "preemption_mode": "swap"},
+    ],
+    ids=str,
 )
 def test_its_log_folds_and_every_widget_draws_it(tmp_path, options):
     run = small(**options)
@@ -233,8 +246,14 @@ def test_its_log_folds_and_every_widget_draws_it(tmp_path, options):
     assert all(sequence.phase == "finished" for sequence in state.sequences.values())
     assert {finish.sequence_id for record in run.events.records for finish in record.finished} == set(range(40))
     run.events.save(path := tmp_path / "log.jsonl")
-    for widget in (BlockMap, BlockTables, BatchTimeline, MemoryView, LatencyView, Dashboard):
+    assert len(EVERY_WIDGET) >= 6
+    for widget in EVERY_WIDGET:
         assert "<svg" in widget(path)._repr_html_(), widget
+    assert "<svg" in export_html(path, tmp_path / "page.html").read_text(encoding="utf-8")
+    export_perfetto(path, tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").stat().st_size > 1_000
+    history = replay(path)
+    assert render(history, len(history) - 1, width=100)
 
 
 def test_static_and_continuous_are_drawn_side_by_side():

@@ -116,6 +116,23 @@ def test_bytes_become_characters_just_as_tokenizers_makes_them(data):
     assert "".join(stream(tokenizer, list(data))) == tokenizer.decode(list(data))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_a_branch_goes_on_by_itself(kind, data):
+    tokenizer = KINDS[kind]
+    stem, one, other = (data.draw(ids_of(tokenizer, max_size=12)) for _ in range(3))
+    detokenizer = make_detokenizer(tokenizer, True)
+    said = "".join(map(detokenizer.append, stem))
+    branch = detokenizer.branch()
+    texts = [said, said]
+    for number in range(12):  # in turn, so that each could disturb the other
+        for which, (ids, goes_on) in enumerate(((one, detokenizer), (other, branch))):
+            texts[which] += goes_on.append(ids[number]) if number < len(ids) else ""
+    assert texts[0] + detokenizer.finish() == tokenizer.decode(stem + one)
+    assert texts[1] + branch.finish() == tokenizer.decode(stem + other)
+
+
 def test_texts_of_the_embedded_model_come_back(smollm2):
     tokenizer = FolderCheckpoint(smollm2).tokenizer()
     assert tokenizer.is_byte_level

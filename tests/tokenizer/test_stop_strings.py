@@ -145,3 +145,16 @@ def test_a_stop_string_in_what_the_end_shows():
 def test_stop_strings_count_after_min_tokens(min_tokens, text):
     pieces, found = stream(b"xabcabz", stop=["ab"], min_tokens=min_tokens)
     assert ("".join(pieces), found) == (text, None if text.endswith("z") else "ab")
+
+
+def test_a_branch_of_a_text_finds_its_stop_string_by_itself():
+    text = TextStream(byte_tokenizer(256), SamplingParams(stop=["abc"]))
+    for char in "xab":
+        text.append(ord(char))
+    branch = text.branch()
+    assert branch.append(ord("c")) == "abc"
+    assert branch.take() == ""
+    assert text.append(ord("d")) is None
+    assert text.finish() is None
+    assert text.take() == "xabd"
+    assert branch.finish() == "abc"

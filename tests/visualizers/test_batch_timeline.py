@@ -15,8 +15,8 @@ from refimpl.visualizers.figure import Look, plain
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import DARK, LIGHT
 from refimpl.visualizers.timeline_books import Column
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, PADDING, PREFILL, WAITING
-from refimpl.visualizers.timelines import timeline_of
 
 CONFIG = {"block_size": 4, "num_blocks": 50, "max_num_batched_tokens": 64, "max_num_seqs": 4}
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["depth 0", "depth 1"])
@@ -86,7 +86,7 @@ def test_the_bands_are_the_records(overlap):
 def test_the_caption_says_who_waited_how_long_and_for_what():
     history, outputs = run(max_num_seqs=2, num_gpu_blocks_override=60)
     picture = FIGURE.picture(history, len(history) - 1)
-    waited = sum(row.sums(len(history))[0] for row in timeline_of(history).rows)
+    waited = sum(row.sums(len(history))[0] for row in history.fold(Timeline).rows)
     assert f"{waited} steps in all: " in plain(picture["caption"])
     assert " for a slot" in plain(picture["caption"])
     assert [bold for _, bold in picture["caption"]] == [False, True, False]
@@ -192,9 +192,9 @@ def many(num_waiting, num_steps, slots=4):
 @pytest.mark.parametrize("position", [0, 40, 499, 999])
 def test_of_ten_thousand_requests_those_that_run_and_the_head_of_the_queue_are_sent(position, monkeypatch):
     history = many(10_000, 1_000)
-    timeline_of(history)
+    history.fold(Timeline)
     looked_at = []
-    row_type = type(timeline_of(history).rows[0])
+    row_type = type(history.fold(Timeline).rows[0])
     monkeypatch.setattr(
         row_type, "at", lambda row, column, at=row_type.at: (looked_at.append(row.index), at(row, column))[1]
     )
@@ -299,3 +299,20 @@ def test_who_waits_while_others_are_preempted_is_told_so():
     told = [plain(FIGURE.picture(history, position)["caption"]) for position in range(len(history))]
     assert "for a step that preempts" in told[-1]
     assert not any("other reasons" in caption or "before this log" in caption for caption in told)
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_the_sentence_at_a_wait_covers_none_of_the_charts_and_not_its_cell(row):
+    """However few rows there are."""
+    history, _ = run()
+    picture = next(p for p in (FIGURE.picture(history, at) for at in range(len(history))) if p["tip"])
+    few = picture | {"rows": (picture["rows"] * 6)[: row + 1], "tip": picture["tip"] | {"row": row}}
+    root = ElementTree.fromstring(FIGURE.svg(few, LIGHT))
+    boxes = [{k: float(e.get(k)) for k in ("y", "height")} for e in root.iter() if e.get("rx") == "3"]
+    cells = [
+        e for e in root.iter() if e.tag.endswith("rect") and e.get("fill") == "none" and e.get("stroke") == LIGHT["ink"]
+    ]
+    [tip], [cell] = boxes, [{k: float(e.get(k)) for k in ("y", "height")} for e in cells if e.get("rx") is None]
+    title = next(float(e.get("y")) for e in root.iter() if e.text == "tokens" and e.get("font-weight") == "600")
+    assert tip["y"] + tip["height"] <= title - 6
+    assert tip["y"] >= cell["y"] + cell["height"] or tip["y"] + tip["height"] <= cell["y"]

@@ -12,12 +12,13 @@ from refimpl.visualizers.block_tables import FIGURE as TABLES
 from refimpl.visualizers.figures import ALL
 from refimpl.visualizers.frames import Sender
 from refimpl.visualizers.history import History
+from refimpl.visualizers.latency_fold import LatencyFold
 from refimpl.visualizers.latency_view import FIGURE as LATENCY
 from refimpl.visualizers.player import Player
 from refimpl.visualizers.static_html import figures
 from refimpl.visualizers.tail import Tail
 from refimpl.visualizers.terminal import render
-from refimpl.visualizers.timelines import timeline_of
+from refimpl.visualizers.timeline_rows import Timeline
 
 EVERY, LIMIT = 16, 40
 
@@ -95,8 +96,8 @@ def test_a_timeline_forgets_with_its_history_and_one_begun_late_knows_who_is_the
     for record in run.records:
         history.append(record)
         if not late:
-            timeline_of(history)
-    timeline, whole = timeline_of(history), timeline_of(History(run))
+            history.fold(Timeline)
+    timeline, whole = history.fold(Timeline), History(run).fold(Timeline)
     assert timeline.columns.first == history.first
     assert timeline.rows.num_kept < len(whole.rows)
     kept = {row.sequence_id: row for row in timeline.rows}
@@ -116,14 +117,14 @@ def test_latencies_are_those_of_the_records_that_are_kept(run, late):
     for record in run.records:
         history.append(record)
         if not late:
-            LATENCY.fold(history)
-    last, before = len(history) - 1, LATENCY.fold(whole).num_first[history.first - 1]
+            history.fold(LatencyFold)
+    last, before = len(history) - 1, whole.fold(LatencyFold).num_first[history.first - 1]
     picture, other = LATENCY.picture(history, last), LATENCY.picture(whole, last)
     assert picture["first"]["count"] == other["first"]["count"] - before
     assert [dot[4] for dot in picture["first"]["dots"]] == [dot[4] for dot in other["first"]["dots"]][before:]
-    fold = LATENCY.fold(history)
+    fold = history.fold(LatencyFold)
     assert fold.num_first.num_kept == history.records.num_kept
-    assert len(fold._request_of) < len(LATENCY.fold(whole)._request_of)
+    assert len(fold._request_of) < len(whole.fold(LatencyFold)._request_of)
 
 
 def test_the_latest_copy_is_told_as_long_as_its_record_is_kept(run):

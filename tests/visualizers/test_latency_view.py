@@ -22,7 +22,8 @@ from refimpl.events import SCHEMA_VERSION, ArrivalRecord, EventLog, LogHeader, S
 from refimpl.outputs import Finish
 from refimpl.visualizers.figure import plain
 from refimpl.visualizers.history import History
-from refimpl.visualizers.latency_fold import SHORTEST, Column, LatencyFold
+from refimpl.visualizers.latency_column import SHORTEST, Column
+from refimpl.visualizers.latency_fold import LatencyFold
 from refimpl.visualizers.latency_view import FIGURE, MOST_DOTS, _axis, seconds_text, swarm
 from refimpl.visualizers.palette import DARK, LIGHT
 
@@ -145,7 +146,9 @@ def test_a_history_is_folded_once(ran, monkeypatch):
     log, _ = ran
     history, applied = History(log), []
     apply = LatencyFold.apply
-    monkeypatch.setattr(LatencyFold, "apply", lambda fold, record: (applied.append(record.step), apply(fold, record)))
+    monkeypatch.setattr(
+        LatencyFold, "apply", lambda fold, record, state: (applied.append(record.step), apply(fold, record, state))
+    )
     for position in (5, -1, len(history) - 1, 2):
         FIGURE.picture(history, position)
     assert len(applied) == len(history)

@@ -153,8 +153,8 @@ def test_a_run_that_reserves_is_drawn_as_it_is_and_paged_is_computed():
     assert_full(picture)
     contiguous, paged = picture["bars"]
     assert contiguous["note"].startswith("as this engine runs")
-    assert [holder[3:5] for holder in contiguous["holders"]] == [[6, 28], [6, 28]]
-    assert [holder[3:5] for holder in paged["holders"]] == [[6, 8], [6, 8]]
+    assert [holder[3:5] for holder in contiguous["holders"]] == [(6, 28), (6, 28)]
+    assert [holder[3:5] for holder in paged["holders"]] == [(6, 8), (6, 8)]
     assert "Paged, they would take 4 of its 20 blocks" in plain(picture["caption"])
 
 

@@ -175,6 +175,62 @@ def test_a_reset_of_an_idle_engine_is_in_the_log():
         assert History(llm.engine.events).last.counts()["cached"] == 0
 
 
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_searches_that_are_preempted_while_beams_fork_are_folded_as_the_engine_has_them(mode):
+    """Beams share blocks with beams that were swapped out, and are pruned, copied and come back."""
+    options = {"block_size": 4, "max_num_seqs": 8, "enable_prefix_caching": False, "preemption_mode": mode}
+    with LLM("tiny", num_gpu_blocks_override=40, swap_space=0.01, **options) as llm:
+        engine, told = llm.engine, 0
+        for number, text in enumerate(("Hello there", "you")):
+            params = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
+            engine.add_request(str(number), text, params)
+        for step in (2, 3, 5, 7, 8):
+            engine.scheduler.preempt_at(step, str(step % 2), mode)
+        state = State(engine.events.header.config)
+        engine.events.subscribe(state.apply)
+        while engine.has_unfinished_requests():
+            engine.step()
+            if engine.scheduler._born:  # a record to come tells of a fork
+                continue
+            snapshot, known = engine.scheduler.snapshot(), {s.sequence_id: s for s in state.alive()}
+            assert_same_swap(state, engine, snapshot)
+            assert books(state) == {s: table for s, table in snapshot.tables.items() if table}
+            assert known.keys() == engine.scheduler.sequences.keys()
+            preempted = {i: s.num_preemptions for i, s in engine.scheduler.sequences.items()}
+            assert {i: s.num_preemptions for i, s in known.items()} == preempted
+            told += len(state.swapped.tables) if mode == "swap" else sum(s.phase == "preempted" for s in known.values())
+            for sequence_id, sequence in engine.scheduler.sequences.items():
+                assert "".join(known[sequence_id].token_texts) == "".join(
+                    map(engine.tokenizer.token_text, sequence.token_ids)
+                )
+        assert told > 2
+        assert state.num_finished == state.num_requests == 2
+        assert (state.counts()["free"], state.swapped.num_used, state.swapped.tables) == (40, 0, {})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_state_that_is_read_once_is_the_one_that_is_read_after_each_step(seed):
+    """Batches that do the same step after step are taken in when somebody reads; nothing of them may be lost or doubled."""
+    rng = random.Random(seed)
+    driver = random_driver(rng)
+    config, log = driver.recorder.events.header.config, driver.recorder.events
+    often, once = State(config), State(config)
+    log.subscribe(lambda record: (often.apply(record), often.sequences))
+    log.subscribe(once.apply)
+    kept = None
+    for number in range(120):
+        name, arguments = random_call(rng, driver)
+        with contextlib.suppress(RequestError):
+            getattr(driver, name)(**arguments)
+        if number == 60:
+            kept, first = State.of(once.keep()), len(log.records)
+    for record in list(log.records)[first:]:
+        kept.apply(record)
+    assert often.sequences == once.sequences == kept.sequences
+    assert often.fills().tolist() == once.fills().tolist() == kept.fills().tolist()
+    assert often.fills().tolist() == [often.block(block_id).fill for block_id in range(config["num_blocks"] + 1)]
+
+
 def test_beams_are_of_one_request_and_their_texts_are_those_of_the_search():
     llm = LLM("tiny", num_gpu_blocks_override=14, block_size=4, max_num_seqs=5, enable_prefix_caching=False)
     engine = llm.engine

@@ -27,8 +27,8 @@ from refimpl.visualizers.host_strip import MOST_LINES, lines
 from refimpl.visualizers.palette import LIGHT
 from refimpl.visualizers.state import State
 from refimpl.visualizers.terminal import render
+from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, QUEUED, SWAPPED
-from refimpl.visualizers.timelines import timeline_of
 
 SWAP = {"swap_space": 1.0, "preemption_mode": "swap", "num_host_blocks": 30}
 
@@ -134,8 +134,7 @@ def test_the_timeline_is_swapped_until_it_comes_back_and_queued_when_its_blocks_
     history = history_of(swapped)
     swapped.step()
     swapped.step()
-    timeline = timeline_of(history)
-    timeline.extend(history.records)
+    timeline = history.fold(Timeline)
     at = first_swap(history)
     row = next(row for row in timeline.rows if row.letter == "A·0")
     assert row.preemptions == [at]
@@ -146,7 +145,6 @@ def test_the_timeline_is_swapped_until_it_comes_back_and_queued_when_its_blocks_
     swapped.step()
     swapped.scheduler.drop_all_swapped()
     swapped.step()
-    timeline.extend(history.records)
     assert history.last.swapped.num_used == 0
     picture = batch_timeline.FIGURE.picture(history, len(history) - 1)
     assert picture["rows"]

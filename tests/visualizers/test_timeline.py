@@ -57,10 +57,21 @@ class Endless(Driver):
         raise AssertionError(f"not done after {max_steps} steps")
 
 
-def timeline_of(driver):
-    timeline = Timeline(driver.recorder.events.header.config)
-    timeline.extend(list(driver.recorder.events.records))
+def folded(config, records):
+    timeline = Timeline(config)
+    fold(timeline, State(config), records)
     return timeline
+
+
+def fold(timeline, state, records):
+    """The records that a timeline does not have yet; ``state`` is that after those it has."""
+    for record in records[len(timeline) :]:
+        state.apply(record)
+        timeline.apply(record, state)
+
+
+def timeline_of(driver):
+    return folded(driver.recorder.events.header.config, list(driver.recorder.events.records))
 
 
 def ends(record):
@@ -87,16 +98,16 @@ def test_rows_are_the_lives_of_the_sequences_in_random_runs(seed):
     rng = random.Random(seed)
     driver = random_driver(rng)
     config, records = driver.recorder.events.header.config, driver.recorder.events.records
-    live = Timeline(config)
+    live, state = Timeline(config), State(config)
     for _ in range(120):
         name, arguments = random_call(rng, driver)
         with contextlib.suppress(RequestError):
             getattr(driver, name)(**arguments)
         if name == "step" and not driver.in_flight and len(records) > len(live):
-            live.extend(list(records))
+            fold(live, state, list(records))
             assert_the_queue_is_the_schedulers(live, driver)
     driver.run()
-    live.extend(list(records))
+    fold(live, state, list(records))
     sequences = {s.sequence_id: s for request in driver.requests.values() for s in request.sequences}
     assert [row.sequence_id for row in live.rows] == sorted(sequences)
     for row in live.rows:
@@ -230,8 +241,7 @@ def test_with_overlap_a_preemption_of_what_has_ended_is_a_mark_and_no_wait():
         ),
         StepRecord(1, 0.5, 2.0, preempted=(Preemption(0, "recompute", ()),)),
     ]
-    timeline = Timeline(CONFIG)
-    timeline.extend(records)
+    timeline = folded(CONFIG, records)
     [row] = timeline.rows
     assert (row.preemptions, row.state, row.sums(2)) == ([1], GONE, (0, 1))
     assert timeline.columns[1].num_preemptions == 1
@@ -242,16 +252,14 @@ def test_a_swapped_sequence_is_told_from_one_that_is_recomputed():
         StepRecord(0, 0.0, 1.0, (0,), (0,), (2,), (5,), ("x",), arrived=(arrival(0),), admitted=((0, 0, 0),)),
         StepRecord(1, 1.0, 2.0, preempted=(Preemption(0, "swap", ()),)),
     ]
-    timeline = Timeline(CONFIG)
-    timeline.extend(records)
+    timeline = folded(CONFIG, records)
     assert timeline.rows[0].state == SWAPPED
 
 
 def test_a_row_that_draws_accepted_drafts_counts_them():
     first = StepRecord(0, 0.0, 1.0, (0,), (0,), (2,), (5,), ("x",), arrived=(arrival(0),), admitted=((0, 0, 0),))
     round_ = StepRecord(1, 1.0, 2.0, (0,), (0,), (5,), (6,), ("y",), drafts=((1, 2, 3, 4),), num_accepted=(3,))
-    timeline = Timeline(CONFIG)
-    timeline.extend([first, round_, round_])
+    timeline = folded(CONFIG, [first, round_, round_])
     assert timeline.rows[0].runs(0, 3) == [0, 1, PREFILL, 1, 2, 1, 3, DECODE, 4, 0]
     assert (timeline.most_drawn, timeline.num_drawn) == (4, 9)
 
@@ -262,8 +270,7 @@ def test_a_log_that_lost_its_beginning_shows_who_runs_in_it():
         driver.add([number, 2, 3], max_tokens=6)
     driver.run()
     records = list(driver.recorder.events.records)[2:]
-    timeline = Timeline(driver.recorder.events.header.config)
-    timeline.extend(records)
+    timeline = folded(driver.recorder.events.header.config, records)
     assert [(row.letter, row.state) for row in timeline.rows] == [("?0", GONE), ("?1", GONE), ("?2", GONE)]
     assert timeline.rows[0].runs(0, 99) == [0, 4, DECODE, 1, 0]
     assert [c.prefill + c.decode + c.padding for c in timeline.columns] == [sum(r.num_new_tokens) for r in records]
@@ -367,6 +374,5 @@ def test_a_replayed_log_of_a_cache_that_cannot_share_has_no_followers():
     config, records = engine.events.header.config, list(engine.events.records)
     assert config["can_share"] is False
     for told in (config, {key: value for key, value in config.items() if key != "can_share"}):
-        timeline = Timeline(told)
-        timeline.extend(records)
+        timeline = folded(told, records)
         assert [row.at(0)[0] for row in timeline.rows] == [PREFILL, WAITING, WAITING]

@@ -4,13 +4,14 @@
   const LEFT = 56, RIGHT = 196, PALE = 0.34, DIM = 0.28, TOKENS = 64, BLOCKS = 56;
   const RUN = 5; // numbers a run: from, to, state, tokens drawn a step, tokens computed
   const WIDE = 900;
+  const TIP_ROWS = 10; // room for the sentence at a wait, if there are fewer rows
 
   /** Where everything stands, in CSS pixels. */
   function layout(p, width) {
     const wide = width >= WIDE, n = p.rows.length;
     const x0 = LEFT, x1 = wide ? width - RIGHT : width - 12, y0 = 22;
     const rh = n <= 24 ? 19 : n <= 36 ? 15 : n <= 48 ? 13 : 11;
-    const rowsEnd = y0 + Math.max(n, 3) * rh + 8 + (p.num_hidden ? 16 : 0);
+    const rowsEnd = y0 + Math.max(n, p.holds.length ? TIP_ROWS : 3) * rh + 8 + (p.num_hidden ? 16 : 0);
     const tokens = rowsEnd + 20, blocks = tokens + TOKENS + 26;
     return { wide, x0, x1, y0, rh, h: rh - (rh > 15 ? 5 : rh > 11 ? 3 : 2), w: (x1 - x0) / p.columns, rowsEnd, tokens, blocks, legend: blocks + BLOCKS + 22 };
   }
@@ -268,11 +269,18 @@
         if (!html) return;
         tip.innerHTML = html;
         const P = ui.palette, x = g.x0 + (at.column - p.first + 0.5) * g.w, y = g.y0 + at.row * g.rh + g.h / 2, w = tip.offsetWidth, tall = tip.offsetHeight, resting = at === p.tip;
-        const leftFree = resting && x - g.x0 - 34 > w, left = leftFree ? g.x0 + 14 : Math.min(x + 14, size[0] - w - 2), top = Math.min(y + (resting ? 2.4 * g.rh : 14), g.blocks - tall);
-        tip.style.left = Math.max(2, left) + "px"; tip.style.top = Math.max(0, top) + "px";
+        const leftFree = resting && x - g.x0 - 34 > w, left = Math.max(2, leftFree ? g.x0 + 14 : x + 16 + w <= size[0] ? x + 14 : x - 14 - w), top = tipTop(y, tall, resting);
+        tip.style.left = left + "px"; tip.style.top = top + "px";
         c.strokeStyle = P.ink; c.lineWidth = 1;
         c.strokeRect(x - g.w / 2 - 1.5, y - g.h / 2 - 2, g.w + 3, g.h + 4);
         if (leftFree) { c.beginPath(); c.moveTo(x, y + g.h / 2 + 2); c.lineTo(x, top + 20); c.lineTo(left + w, top + 20); c.stroke(); }
+      }
+
+      /** On the rows, below the cell or above it, never on the charts: what a step computed is part of why. */
+      function tipTop(y, tall, resting) {
+        const end = g.rowsEnd + 12 - tall, above = y - g.h / 2 - 6 - tall;
+        const below = [y + (resting ? 2.4 * g.rh : 14), y + 14].find((top) => top <= end);
+        return below ?? (above >= 4 ? above : Math.max(0, end));
       }
 
       const find = (event) => {

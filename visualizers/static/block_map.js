@@ -2,6 +2,7 @@
 // that one pixel a block, doubled. Only cells that changed are painted anew; copies and the cell that is pointed at lie on a
 // second canvas above.
 {
+  const REST = 300; // milliseconds without a frame
   const [FREE, CACHED, OWNED, SHARED, NULL] = [0, 1, 2, 3, 4];
 
   /** Cell size, pitch, columns and left margin for so many cells in so much width. */
@@ -24,26 +25,59 @@
     return `<svg class="swatch" viewBox="0 0 14 14" width="14" height="14">${shapes[kind]}</svg>`;
   }
 
-  /** The tables beside the map. Cells of the tables are written only where they change. */
-  function mountLegend() {
-    const owners = h("table", { class: "owners" }), states = h("table"), el = h("div", { class: "legend" }, owners, states);
-    const row = (cells) => `<tr>${cells.map((v) => `<td>${v}</td>`).join("")}</tr>`;
-    let shape = null, cells = [];
-    function draw(picture, P) {
-      const n = picture.counts, names = picture.rows.map(([letter, number, request]) => swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter) + (request === letter ? "" : ` <span class="id">${escapeHtml(request)}</span>`));
-      const more = picture.more_rows ? `<tr><td colspan="5">and ${plural(picture.more_rows, "sequence")} more</td></tr>` : "";
-      if (shape !== (shape = names.length)) {
-        owners.innerHTML = `<tbody><tr><th>sequence</th><th>blocks</th><th>shared</th><th>tokens</th><th>empty</th></tr>${names.map(() => row(["", "", "", "", ""])).join("")}</tbody><tbody></tbody>`;
-        cells = [...owners.tBodies[0].rows].slice(1).map((line) => [...line.cells]);
+  const STATES = [["owned", "one owner"], ["shared", "shared, each counted once"], ["cached", "cached, may be evicted"], ["free", "free"], ["null", "null block 0"]];
+
+  /** A table of numbers: each row has a name and one number for each of the columns, which are [head, width in pixels].
+   *
+   * Numbers change with each step, and laying out a hundred cells takes longer than all else. So they are drawn above the
+   * cells. The cells hold them too, unseen, for who listens, copies or searches: as soon as the picture stands still. */
+  function mountTable(name, columns) {
+    const heads = [name, ...columns.map(([head]) => head)], ends = columns.map((_, k) => columns.slice(0, k + 1).reduce((sum, [, w]) => sum + w, 0)), width = ends[ends.length - 1];
+    const thead = h("thead", {}, h("tr", {}, ...heads.map((s) => h("th", {}, s)))), body = h("tbody"), last = h("tbody"), canvas = h("canvas", { "aria-hidden": "true" });
+    const el = h("div", { class: "numbers" }, h("table", {}, h("colgroup", {}, h("col"), ...columns.map(([, w]) => h("col", { style: `width:${w}px` }))), thead, body, last), canvas);
+    let lines = [], drawn = [], look = null, pitch = 0, resting = 0;
+    function resize(count) {
+      while (lines.length < count) {
+        const cells = heads.map(() => h("td"));
+        body.append(h("tr", {}, ...cells)); lines.push(cells);
       }
-      picture.rows.forEach(([, , , blocks, shared, tokens, empty], i) => {
-        setHtml(cells[i][0], names[i]);
-        [fmt(blocks), shared ? fmt(shared) : "·", fmt(tokens), fmt(empty)].forEach((text, k) => setHtml(cells[i][k + 1], text));
-      });
-      setHtml(owners.tBodies[1], more);
-      setHtml(states, `<tr><th>state</th><th>blocks</th></tr>${row([swatch(P, "owned", P.solid) + "one owner", fmt(n.owned)])}${row([swatch(P, "shared", P.solid) + "shared, each counted once", fmt(n.shared)])}
-        ${row([swatch(P, "cached") + "cached, may be evicted", fmt(n.cached)])}${row([swatch(P, "free") + "free", fmt(n.free)])}${row([swatch(P, "null") + "null block 0", "1"])}
-        <tr class="sum"><td>sum, equal to the pool</td><td>${fmt(n.owned + n.shared + n.cached + n.free + 1)}</td></tr>`);
+      while (lines.length > count) { lines.pop(); body.lastChild.remove(); }
+    }
+    const write = () => drawn.forEach((texts, i) => texts.forEach((text, k) => setHtml(lines[i][k + 1], text)));
+    return {
+      el, last,
+      /** Each row is the HTML of its name, and the texts of its numbers. */
+      set(rows, P) {
+        const before = look;
+        look = [rows.length, P.ink, window.devicePixelRatio].join(" ");
+        if (look !== before) resize(rows.length);
+        rows.forEach(([first], i) => setHtml(lines[i][0], first));
+        if (look !== before) { drawn = []; canvas.style.top = `${thead.offsetHeight}px`; pitch = rows.length && body.offsetHeight / rows.length; }
+        const c = look === before ? canvas.getContext("2d") : context(canvas, width, pitch * rows.length);
+        c.font = `400 12px ${FONT}`; c.fillStyle = P.ink; c.textAlign = "right"; c.textBaseline = "middle"; c.fontVariantNumeric = "tabular-nums";
+        rows.forEach(([, ...texts], i) => texts.forEach((text, k) => {
+          if (drawn[i]?.[k] === text) return;
+          c.clearRect(ends[k] - columns[k][1], i * pitch, columns[k][1], pitch);
+          c.fillText(text, ends[k], (i + 0.5) * pitch + 0.5);
+        }));
+        drawn = rows.map(([, ...texts]) => texts);
+        clearTimeout(resting); resting = setTimeout(write, REST);
+      },
+    };
+  }
+
+  /** The tables beside the map: who owns how much, and the blocks by state. */
+  function mountLegend() {
+    const owners = mountTable("sequence", [["blocks", 50], ["shared", 50], ["tokens", 60], ["empty", 50]]), states = mountTable("state", [["blocks", 72]]);
+    const sum = h("td"), el = h("div", { class: "legend" }, owners.el, states.el), name = (P, [letter, number, request]) =>
+      swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter) + (request === letter ? "" : ` <span class="id" title="${escapeHtml(request)}">${escapeHtml(request)}</span>`);
+    states.last.append(h("tr", { class: "sum" }, h("td", {}, "sum, equal to the pool"), sum));
+    function draw(picture, P) {
+      const n = { ...picture.counts, null: 1 };
+      owners.set(picture.rows.map((row) => [name(P, row), fmt(row[3]), row[4] ? fmt(row[4]) : "·", fmt(row[5]), fmt(row[6])]), P);
+      setHtml(owners.last, picture.more_rows ? `<tr><td colspan="5">and ${plural(picture.more_rows, "sequence")} more</td></tr>` : "");
+      states.set(STATES.map(([kind, label]) => [swatch(P, kind) + label, fmt(n[kind])]), P);
+      setHtml(sum, fmt(Object.values(n).reduce((a, b) => a + b)));
     }
     return { el, draw };
   }
@@ -120,24 +154,26 @@
         canvas.style.width = `${2 * image.width}px`; canvas.style.height = `${2 * image.height}px`;
         ids = null;
       }
-      const words = new Uint32Array(image.data.buffer), byOwner = new Map();
+      const words = new Uint32Array(image.data.buffer), packed = picture.packed, byOwner = new Map();
       const word = (hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; };
-      const [free, cached, nothing] = [word(P.free), word(P.cached), word(P.ink3)];
+      const colours = [word(P.free), word(P.cached), 0, 0, word(P.ink3)];
       function owned(owner) {
         let found = byOwner.get(owner);
         if (found === undefined) {
           const sequence = sequenceOf(owner - 1), colour = sequence && hueOf(P, sequence[1]);
-          found = !sequence ? nothing : word(ui.pinned !== null && sequence[2] !== ui.pinned ? mix(colour, P.bg, 0.72) : colour);
+          found = !sequence ? colours[NULL] : word(ui.pinned !== null && sequence[2] !== ui.pinned ? mix(colour, P.bg, 0.72) : colour);
           byOwner.set(owner, found);
         }
         return found;
       }
-      const paintOne = (id) => {
-        const kind = (picture.packed[2 * id + 1] >> 16) & 255;
-        words[start + id] = kind === FREE ? free : kind === CACHED ? cached : kind === NULL ? nothing : owned(picture.packed[2 * id]);
-      };
+      let last = null, colour = 0; // neighbours are often one sequence's
+      function paintOne(id) {
+        const kind = (packed[2 * id + 1] >> 16) & 255, owner = packed[2 * id];
+        if (kind !== OWNED && kind !== SHARED) words[start + id] = colours[kind];
+        else words[start + id] = owner === last ? colour : (colour = owned((last = owner)));
+      }
       if (ids === null) for (let id = 0; id < count; id++) paintOne(id);
-      else ids.forEach(paintOne);
+      else for (const id of ids) paintOne(id);
       canvas.getContext("2d").putImageData(image, 0, 0);
     }
 

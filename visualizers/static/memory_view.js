@@ -1,6 +1,7 @@
 // The bar of everything, then the pool twice. The layout is that of memory_view_svg.py; where the numbers do not fit beside a
 // bar's title they go below it.
 {
+  const NARROW = 10; // pixels, in which no label has room
   const ALL = 24, BAR = 36, SEPARATOR = " · ";
 
   function stripes(c, colours, x, y, width, height) {
@@ -28,17 +29,24 @@
     let picture = null, parts = [], chosen = null;
     const faded = (requests) => ui.pinned !== null && ui.pinned !== undefined && !requests.includes(ui.pinned);
 
-    /** A bar's segments: from, to, how they look, and what the tip says. */
+    /** A bar's segments: where each begins, how long it is, and how it looks. */
     function segments(bar) {
-      const found = [{ kind: "null", slots: picture.null, tip: "<b>null block</b><br>padded rows write here; no sequence owns it" }];
-      for (const [letter, requests, hues, filled, held, owners] of bar.holders) {
-        const who = owners > 1 ? `<b>${escapeHtml(letter)}</b> share ${fmt(held / picture.null)} blocks` : `<b>${escapeHtml(letter)}</b>`;
-        found.push({ kind: "held", slots: held, letter, requests, hues, filled, owners, tip: `${who}<br>${plural(filled, "token")} in ${plural(held, "slot")}, ${fmt(held - filled)} empty` });
+      const found = [{ kind: "null", slots: picture.null }];
+      for (const [letter, request, hue, filled, held, owners] of bar.holders) {
+        found.push({ kind: "held", slots: held, letter, requests: [request].flat(), hues: [hue].flat(), filled, owners });
       }
-      for (const [kind, slots, label] of bar.rest) found.push({ kind, slots, label, tip: `<b>${escapeHtml(label)}</b><br>${plural(slots, "slot")}, ${plural(slots / picture.null, "block")}` });
+      for (const [kind, slots, label] of bar.rest) found.push({ kind, slots, label });
       let from = 0;
       for (const one of found) { one.from = from; from += one.slots; }
       return found;
+    }
+
+    /** What the tip over a segment says. */
+    function told(one) {
+      if (one.kind === "null") return "<b>null block</b><br>padded rows write here; no sequence owns it";
+      if (one.kind !== "held") return `<b>${escapeHtml(one.label)}</b><br>${plural(one.slots, "slot")}, ${plural(one.slots / picture.null, "block")}`;
+      const who = `<b>${escapeHtml(one.letter)}</b>${one.owners > 1 ? ` share ${fmt(one.slots / picture.null)} blocks` : ""}`;
+      return `${who}<br>${plural(one.filled, "token")} in ${plural(one.slots, "slot")}, ${fmt(one.slots - one.filled)} empty`;
     }
 
     function drawHeld(c, P, one, x, y, scale) {
@@ -51,6 +59,7 @@
         c.fillStyle = mix(colours[0], P.bg, 0.85); c.fillRect(x + filled, y, held - filled - gap, BAR);
         if (held - filled >= 3) hatch(c, x + filled, y, held - filled - gap, BAR, colours[0], 7);
       }
+      if (filled < NARROW) { c.globalAlpha = 1; return; }
       c.font = `600 11px ${FONT}`;
       const wide = (s) => c.measureText(s).width, long = one.owners > 1 ? `×${one.owners} ${fmt(one.filled)}` : `${one.letter} ${fmt(one.filled)}`;
       const label = wide(long) + 12 < filled ? long : one.owners === 1 && wide(one.letter) + 8 < filled ? one.letter : "";
@@ -121,7 +130,7 @@
         if (!one) { chosen = null; tip.style.display = "none"; return; }
         const scale = width / picture.slots, x = one.from * scale;
         c.strokeStyle = P.ink; c.lineWidth = 2; c.strokeRect(x + 1, row.y + 1, Math.max(2, one.slots * scale - 2), BAR - 2);
-        tip.innerHTML = one.tip; tip.style.display = "block";
+        tip.innerHTML = told(one); tip.style.display = "block";
         tip.style.left = `${Math.max(0, Math.min(x, width - 250))}px`; tip.style.top = `${row.y + BAR + 6}px`;
       } else tip.style.display = "none";
     }

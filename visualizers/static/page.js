@@ -1,12 +1,19 @@
 // An exported page: the view of shell.js over frames that lie in the page itself. No kernel, no network.
 //
-// `opening` is { shown: [[name, title, question]], heading, marks, first, count, size, frame }: the last frame is there at once.
-// All frames lie in `chunks` of `size`, packed, and are unpacked when somebody goes there. A frame is
-// { transport, changes: { figure: { key: value } }, buffers: [base64] }; the first of each chunk is whole.
+// `opening` is { shown: [[name, title, question]], heading, marks, first, count, size, frame }: the last frame is there at once,
+// with its buffers as runs: 32-bit words of (cells, the two words of each). It is not packed, since unpacking lets others have
+// their turn: the page draws it while the rest is still being read.
+// All frames lie in chunks of `size`, each packed in an element of its own, and are unpacked when somebody goes there. A frame
+// is { transport, changes: { figure: { key: value } }, buffers: [base64] }; the first of each chunk is whole.
 
 const CHUNKS_KEPT = 4;
 
-const bytesOf = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+function bytesOf(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const coded = atob(text), bytes = new Uint8Array(coded.length);
+  for (let i = 0; i < coded.length; i++) bytes[i] = coded.charCodeAt(i);
+  return bytes;
+}
 
 /** The object that a gzipped, base64-coded JSON text holds. */
 async function unpack(text) {
@@ -14,14 +21,30 @@ async function unpack(text) {
   return JSON.parse(await new Response(stream).text());
 }
 
+/** The bytes of all cells, from their runs. */
+function cellsOf(runs) {
+  const words = new Uint32Array(bytesOf(runs).buffer);
+  let count = 0, at = 0;
+  for (let i = 0; i < words.length; i += 3) count += words[i];
+  const cells = new Uint32Array(2 * count);
+  for (let i = 0; i < words.length; i += 3) for (let k = 0; k < words[i]; k++) { cells[at++] = words[i + 1]; cells[at++] = words[i + 2]; }
+  return new Uint8Array(cells.buffer);
+}
+
+/** The text of a chunk, once the page is read up to there. */
+async function chunkText(number) {
+  if (document.readyState === "loading") await new Promise((read) => document.addEventListener("DOMContentLoaded", read, { once: true }));
+  return document.getElementById(`chunk-${number}`).textContent;
+}
+
 /** Pictures at a position, brought there by the changes of frames. */
-function recordedPictures(opening, chunks) {
-  const { first, size } = opening, loaded = new Map();
+function recordedPictures(opening) {
+  const { first, count, size } = opening, last = Math.floor((count - 1 - first) / size), loaded = new Map();
   let at = null, pictures = {}, cells = {};
 
   function chunk(number) {
     if (!loaded.has(number)) {
-      loaded.set(number, unpack(chunks[number]));
+      loaded.set(number, chunkText(number).then(unpack));
       if (loaded.size > CHUNKS_KEPT) loaded.delete(loaded.keys().next().value);
     }
     return loaded.get(number);
@@ -44,24 +67,24 @@ function recordedPictures(opening, chunks) {
     const comesNext = at !== null && position === at + 1;
     if (at === null || at < start || at > position) { at = start - 1; pictures = {}; cells = {}; }
     while (at < position) apply(frames[(at += 1) - start]);
-    if (chunks[number + 1] && position - start > size / 2) chunk(number + 1);
+    if (number < last && position - start > size / 2) chunk(number + 1);
     return { frame: frames[position - start], drawn: comesNext ? frames[position - start].changes : pictures, cells };
   }
   return goTo;
 }
 
 /** A model as anywidget's, which plays recorded frames. */
-function recordedModel(opening, chunks) {
-  const listeners = [], { first, count, marks } = opening, goTo = recordedPictures(opening, chunks);
+function recordedModel(opening) {
+  const listeners = [], { first, count, marks } = opening, goTo = recordedPictures(opening);
   const player = { position: count - 1, playing: false, speed: 8, pinned: null, timer: 0 };
-  let shown = { frame: opening.frame, drawn: opening.frame.changes, cells: {} }, queue = Promise.resolve(), waiting = 0;
+  let shown = { frame: { ...opening.frame, buffers: opening.frame.buffers.map(cellsOf) }, drawn: opening.frame.changes, cells: {} }, queue = Promise.resolve(), waiting = 0;
 
   function emit(whole, { frame, drawn, cells } = { ...shown, drawn: {} }) {
     const buffers = [], pictures = {};
     for (const [name, picture] of Object.entries(drawn)) {
       pictures[name] = { ...picture };
       if (!picture.cells) continue;
-      const sent = picture === frame.changes[name], bytes = sent ? bytesOf(frame.buffers[picture.buffer]) : new Uint8Array(cells[name].slice().buffer);
+      const sent = picture === frame.changes[name], given = frame.buffers[picture.buffer], bytes = sent ? (given instanceof Uint8Array ? given : bytesOf(given)) : new Uint8Array(cells[name].slice().buffer);
       if (!sent) pictures[name].cells = "all";
       pictures[name].buffer = buffers.push(new DataView(bytes.buffer)) - 1;
     }
@@ -108,6 +131,4 @@ function recordedModel(opening, chunks) {
   };
 }
 
-async function openPage(opening, chunks, el) {
-  render({ model: recordedModel(await unpack(opening), chunks), el });
-}
+const openPage = (opening, el) => render({ model: recordedModel(JSON.parse(opening.textContent)), el });

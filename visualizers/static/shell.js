@@ -6,6 +6,7 @@
 const SPEEDS = [2, 8, 20, 60];
 const END = 8;  // half a thumb: what the scrubber leaves free at either end, as a native range does
 const QUIET = 400; // milliseconds without a frame
+const APART = 50; // milliseconds in which the first picture comes to the screen
 
 const ICONS = {
   back: "M2 2h2v10H2zM12 2v10L5 7z", forward: "M10 2h2v10h-2zM2 2v10l7-5z", play: "M3 1.5v11l9-5.5z", pause: "M3 2h3v10H3zM8 2h3v10H8z",
@@ -148,15 +149,18 @@ function render({ model, el }) {
     if (ui.pinned !== last.transport.pinned) { ui.pinned = last.transport.pinned; Object.keys(mounted).forEach((name) => stale.add(name)); }
     if (transport) transport.draw(last.transport, ui.palette);
     if (width === 0) return;
+    const opening = root.dataset.position === undefined;
     for (const name of [...stale]) {
-      const picture = last.pictures[name], { caption, drawing } = mounted[name];
+      const picture = last.pictures[name], { caption, drawing, figure } = mounted[name];
       if (!picture || (hidden.has(name) && !all)) continue;
+      if (opening && figure.getBoundingClientRect().top > window.innerHeight) break; // what is in sight comes first
       stale.delete(name);
       setHtml(caption, captionHtml(picture.caption));
       drawing.draw(picture);
     }
     root.dataset.position = last.transport.position;
     clearTimeout(quiet);
+    if (opening && stale.size) setTimeout(schedule, APART); // when it is known which are near
     if (stale.size) quiet = setTimeout(draw, QUIET, 0, true); // out of sight, but somebody may print the page
   }
   function schedule() { if (!queued) { queued = true; requestAnimationFrame(draw); } }
@@ -255,5 +259,3 @@ function unpackCells(holder, picture, buffers) {
   picture.packed = holder.packed;
   picture.changes = holder.changes;
 }
-
-export default { render };

@@ -1,0 +1,167 @@
+"""The attention kernels as the registry knows them: their definition, inputs, tolerance, bounds, and what is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refimpl.kernels import attention_cases
+from refimpl.kernels.attention_tiles import operand, padded
+from refimpl.kernels.flash_attention import flash_attention, plan_prefill, prefill_kernel, prefill_tiles
+from refimpl.kernels.launch import dtypes_for, pointer
+from refimpl.kernels.paged_attention import (
+    SPLITS_AT_ONCE,
+    decode_kernel,
+    decode_tiles,
+    merge_kernel,
+    paged_attention,
+    plan_decode,
+)
+from refimpl.kernels.spec import Compile, KernelSpec, Shape
+from refimpl.kernels.split_plan import FEWEST, MANY, WAVES, plan_kernel
+
+TOKEN_LISTS = ("cu_seqlens_q", "seqused_k")
+STRIDES = ("token_stride", "query_head_stride", "table_stride", "block_stride", "slot_stride", "head_stride")
+
+
+def launch_decode(query: Tensor, k_cache: Tensor, max_seqlen_q: int, out: Tensor, **rest: Any) -> Tensor:
+    """Plan and kernel, as a step of one layer would run them. Nothing is asked of the device, so a graph can hold it."""
+    (Hq, D), (B, Hkv) = query.shape[1:], k_cache.shape[1:3]
+    lengths = (rest["cu_seqlens_q"], rest["seqused_k"])
+    plan = plan_decode(Hq, Hkv, D, query.dtype, *lengths, max_seqlen_q, rest["block_table"].shape[1] * B)
+    return paged_attention(query, k_cache, plan=plan, out=out, **rest)
+
+
+def launch_prefill(query: Tensor, max_seqlen_q: int, out: Tensor, **rest: Any) -> Tensor:
+    """Plan and kernel, as a step of one layer would run them."""
+    query_lens, context_lens = rest["cu_seqlens_q"].diff().tolist(), rest["seqused_k"].tolist()
+    plan = plan_prefill(query.shape[2], query.dtype, query_lens, context_lens, query.device)
+    return flash_attention(query, plan=plan, out=out, **rest)
+
+
+def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, queries: int) -> Compile:
+    """The decode kernel as it is launched for a model's heads, block size 16."""
+    tiles = decode_tiles(target, D, queries * Hq // Hkv, dtype)
+    signature = (
+        dict.fromkeys(("out", "query", "k_cache", "v_cache"), pointer(dtype))
+        | dict.fromkeys(("split_out", "split_lse"), "*fp32")
+        | dict.fromkeys(("block_table", *TOKEN_LISTS, "items"), "*i32")
+        | {"scale_log2": "fp32"}
+        | dict.fromkeys(STRIDES, "i32")
+    )
+    sizes = {
+        "HEADS": Hq, "GROUP": Hq // Hkv, "MAX_QUERIES": queries, "BLOCK_SIZE": 16, "HEAD_DIM": D,
+        "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": padded(D),
+        "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector,
+    }  # fmt: skip
+    label = f"D={D} {Hq}/{Hkv} n={queries}"
+    return Compile(decode_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
+
+
+def compile_prefill(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int) -> Compile:
+    """The prefill kernel as it is launched for a model's heads, block size 16."""
+    tiles = prefill_tiles(target, D, dtype)
+    signature = (
+        dict.fromkeys(("out", "query", "k_cache", "v_cache"), pointer(dtype))
+        | dict.fromkeys(("block_table", *TOKEN_LISTS, "tiles"), "*i32")
+        | {"scale_log2": "fp32"}
+        | dict.fromkeys(STRIDES, "i32")
+    )
+    sizes = {
+        "HEADS": Hq, "GROUP": Hq // Hkv, "BLOCK_SIZE": 16, "HEAD_DIM": D, "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n,
+        "TILE_D": padded(D), "OPERAND": operand(dtype),
+    }  # fmt: skip
+    label = f"D={D} {Hq}/{Hkv}"
+    return Compile(prefill_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
+
+
+def decode_compiles(target: int) -> tuple[Compile, ...]:
+    """What decode attention is compiled for: Llama-3-8B everywhere, other sizes where they differ most."""
+    dtype = dtypes_for(target)[0]
+    numbers = ("num_sequences", "num_items", "one_wave")
+    plan = Compile(
+        plan_kernel,
+        dict.fromkeys(("items", "splits", *TOKEN_LISTS), "*i32") | dict.fromkeys(numbers, "i32"),
+        {"MAX_QUERIES": 1, "TILE_N": 64, "FEWEST": FEWEST, "MANY": MANY, "WAVES": WAVES, "SEQUENCES": 256, "CHUNK": 32},
+        unaligned=frozenset(numbers),
+        label="plan",
+    )
+    merge = Compile(
+        merge_kernel,
+        {"out": pointer(dtype), "split_out": "*fp32", "split_lse": "*fp32", "cu_seqlens_q": "*i32", "splits": "*i32"},
+        {"HEADS": 32, "MAX_QUERIES": 1, "HEAD_DIM": 128, "TILE_D": 128, "AT_ONCE": SPLITS_AT_ONCE},
+        label="merge",
+    )
+    more = {80: [(80, 32, 32, 1)], 90: [(128, 8, 1, 16), (256, 8, 4, 1)]}
+    shapes = [(128, 32, 8, 1), *more.get(target, [])]
+    return (plan, merge, *(compile_decode(target, dtype, *shape) for shape in shapes))
+
+
+def prefill_compiles(target: int) -> tuple[Compile, ...]:
+    """What prefill attention is compiled for."""
+    if target < 80:
+        return ()
+    more = {80: [(80, 32, 32)], 90: [(256, 8, 4)]}
+    shapes = [(128, 32, 8), *more.get(target, [])]
+    return tuple(compile_prefill(target, dtypes_for(target)[0], *shape) for shape in shapes)
+
+
+def _served(*lens: tuple[int, int, int]) -> tuple[Shape, ...]:
+    """(sequences, queries, context) with the heads of Llama-3-8B, and of one of 8 GPUs' share of Llama-3-70B."""
+    return tuple(
+        {"S": S, "n": n, "L": L, "Hq": Hq, "Hkv": Hkv, "D": 128, "B": 16}
+        for Hq, Hkv in ((32, 8), (8, 1))
+        for S, n, L in lens
+    )
+
+
+SPECS = (
+    KernelSpec(
+        name="paged_attention",
+        summary="attention of up to 16 queries a sequence over its pages",
+        axes=attention_cases.AXES,
+        twin=attention_cases.twin,
+        launch=launch_decode,
+        outputs=("out",),
+        make_case=attention_cases.make_case,
+        small_shapes=(
+            {"S": 6, "n": 1, "L": 70, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1},
+            {"S": 1, "n": 16, "L": 64, "Hq": 1, "Hkv": 1, "D": 64, "B": 16},
+            {"S": 1, "n": 1, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},
+            {"S": 1, "n": 1, "L": 70, "Hq": 7, "Hkv": 1, "D": 80, "B": 32},
+            {"S": 2, "n": 1, "L": 70, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
+            {"S": 1, "n": 1, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
+            {"S": 1, "n": 2, "L": 33, "Hq": 4, "Hkv": 2, "D": 256, "B": 16},
+        ),
+        device_shapes=_served((1, 1, 1024), (1, 1, 16384), (8, 1, 4096), (64, 1, 1024), (64, 1, 4096), (64, 5, 1024)),
+        tolerance=attention_cases.TOLERANCES,
+        bytes_moved=attention_cases.bytes_moved,
+        flops=attention_cases.flops,
+        compiles=decode_compiles,
+    ),
+    KernelSpec(
+        name="flash_attention",
+        summary="attention of many queries a sequence, the last of its context, over its pages",
+        axes=attention_cases.AXES,
+        twin=attention_cases.twin,
+        launch=launch_prefill,
+        outputs=("out",),
+        make_case=attention_cases.make_case,
+        small_shapes=(
+            {"S": 6, "n": 9, "L": 40, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1},
+            {"S": 1, "n": 16, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},
+            {"S": 1, "n": 130, "L": 150, "Hq": 1, "Hkv": 1, "D": 80, "B": 32},
+            {"S": 1, "n": 20, "L": 20, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
+            {"S": 1, "n": 2, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
+            {"S": 1, "n": 33, "L": 33, "Hq": 1, "Hkv": 1, "D": 256, "B": 16},
+        ),
+        device_shapes=_served((1, 4096, 4096), (16, 1024, 1024), (1, 2048, 16384)),
+        tolerance=attention_cases.TOLERANCES,
+        bytes_moved=attention_cases.bytes_moved,
+        flops=attention_cases.flops,
+        compiles=prefill_compiles,
+        not_on={75: "Triton has no tensor-core products there; torch's attention on gathered pages serves prefills"},
+    ),
+)

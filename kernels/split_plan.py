@@ -1,0 +1,149 @@
+"""Who computes what in decode attention: contexts cut into splits, by lengths that only the device knows.
+
+*Flash-Decoding* (Dao, Haziza, Massa and Sizov 2023): one query a sequence gives ``S · Hkv`` programs, too few for a GPU of
+132 multiprocessors, and as slow as the longest context. So a context is cut into *splits* that are computed side by side
+and merged afterwards.
+
+The cut is made once a step for all layers, by one small kernel, from the lengths where they are: on the device. So a CUDA
+graph, whose grid is fixed, serves any lengths. A program of the decode kernel finds what to do in its *work item*
+``(sequence, first key, end, splits of this sequence)``, four integers side by side; items that are left over are empty,
+and their programs leave at once::
+
+    lengths   [700, 90, 0, 3000]     tiles of 64 keys   [11, 2, 0, 47]     together 60
+    tiles a split 16             →   splits             [ 1, 1, 0,  3]     items (0, 0, 700, 1) (1, 0, 90, 1) (3, 0, 960, 3)
+
+How many tiles a split has: while there is little to do, as few as keep the device busy once (*one wave*: every program is
+resident at the same time), but ``FEWEST`` at least, since each split costs a start and a merge. With more to do, up to
+``MANY`` a split in one wave; with more still, splits of ``MANY`` in several waves, which even out at the end; and at most
+``WAVES``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Int32
+from torch import Tensor
+
+from refimpl.kernels.launch import device_of, power_of_two
+
+FEWEST = 2
+MANY = 16
+WAVES = 4
+ITEM = 4
+"""Integers in a work item."""
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_items", "one_wave"])
+def plan_kernel(
+    items: tl.tensor,
+    splits: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    seqused_k: tl.tensor,
+    num_sequences: tl.tensor,
+    num_items: tl.tensor,
+    one_wave: tl.tensor,
+    MAX_QUERIES: tl.constexpr,
+    TILE_N: tl.constexpr,
+    FEWEST: tl.constexpr,
+    MANY: tl.constexpr,
+    WAVES: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program s writes the items of sequence s: every program adds up all lengths, so that none waits for another.
+
+    ``items [num_items, 4]``; ``splits [S, 2]``: a sequence's first item, and how many it has.
+    """
+    sequence = tl.program_id(0)
+    s = tl.arange(0, SEQUENCES)
+    exists = s < num_sequences
+    queries = tl.load(cu_seqlens_q + s + 1, exists, 0) - tl.load(cu_seqlens_q + s, exists, 0)
+    contexts = tl.load(seqused_k + s, exists, 0)
+    tiles = tl.where(queries <= MAX_QUERIES, tl.cdiv(contexts, TILE_N), 0)  # [SEQUENCES]
+    total = tl.sum(tiles, 0)
+    in_one_wave = tl.minimum(tl.cdiv(total, one_wave), MANY)
+    tiles_a_split = tl.maximum(FEWEST, tl.maximum(in_one_wave, tl.cdiv(total, WAVES * one_wave)))
+    counts = tl.cdiv(tiles, tiles_a_split)
+    first_item = tl.sum(tl.where(s < sequence, counts, 0), 0)
+    own_splits = tl.sum(tl.where(s == sequence, counts, 0), 0)
+    own_tiles = tl.sum(tl.where(s == sequence, tiles, 0), 0)
+    context = tl.sum(tl.where(s == sequence, contexts, 0), 0)
+    tl.store(splits + 2 * sequence, first_item)
+    tl.store(splits + 2 * sequence + 1, own_splits)
+    for start in range(0, own_splits, CHUNK):
+        split = start + tl.arange(0, CHUNK)  # [CHUNK]
+        own = split < own_splits
+        item = items + 4 * (first_item + split)
+        # Even shares: they differ by one tile at most, and none is empty.
+        tl.store(item, sequence, own)
+        tl.store(item + 1, split * own_tiles // own_splits * TILE_N, own)
+        tl.store(item + 2, tl.minimum((split + 1) * own_tiles // own_splits * TILE_N, context), own)
+        tl.store(item + 3, own_splits, own)
+    if sequence == num_sequences - 1:
+        for start in range(first_item + own_splits, num_items, CHUNK):
+            left_over = start + tl.arange(0, CHUNK)
+            for column in tl.static_range(4):
+                tl.store(items + 4 * left_over + column, 0, left_over < num_items)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The work of one step's decode attention, for every layer."""
+
+    items: Int32[Tensor, "items 4"]
+    """(sequence, first key, end, splits of the sequence); an empty one has end 0."""
+    splits: Int32[Tensor, "S 2"]
+    """Each sequence's first item, and its number of splits: 0 where it has no context, or more than ``max_queries``."""
+    max_queries: int
+    """Sequences with more queries are not served here."""
+
+
+def count_items(num_sequences: int, max_seqlen_k: int, tile_n: int, one_wave: int) -> int:
+    """The most items that ``num_sequences`` contexts of up to ``max_seqlen_k`` keys can come to: the size of the grid."""
+    most_tiles = num_sequences * -(-max_seqlen_k // tile_n)
+    if most_tiles <= MANY * one_wave:
+        full = min(one_wave, -(-most_tiles // FEWEST))
+    else:
+        full = min(WAVES * one_wave, -(-most_tiles // MANY))
+    return max(1, full + num_sequences)
+
+
+def plan_splits(
+    cu_seqlens_q: Int32[Tensor, "S_plus_1"],
+    seqused_k: Int32[Tensor, "S"],
+    max_queries: int,
+    max_seqlen_k: int,
+    tile_n: int,
+    one_wave: int,
+) -> SplitPlan:
+    """Cut a step's contexts into splits.
+
+    ``max_seqlen_k`` bounds every context, now and whenever a graph of it is replayed; ``one_wave`` is how many items one
+    wave of programs computes; ``tile_n`` keys are a tile.
+    """
+    S, device = len(seqused_k), seqused_k.device
+    num_items = count_items(S, max_seqlen_k, tile_n, one_wave)
+    items = torch.empty(num_items, ITEM, dtype=torch.int32, device=device)
+    splits = torch.empty(S, 2, dtype=torch.int32, device=device)
+    with device_of(seqused_k):
+        plan_kernel[(S,)](
+            items,
+            splits,
+            cu_seqlens_q,
+            seqused_k,
+            S,
+            num_items,
+            one_wave,
+            MAX_QUERIES=max_queries,
+            TILE_N=tile_n,
+            FEWEST=FEWEST,
+            MANY=MANY,
+            WAVES=WAVES,
+            SEQUENCES=max(16, power_of_two(S)),
+            CHUNK=32,
+        )
+    return SplitPlan(items, splits, max_queries)

@@ -1,0 +1,22 @@
+"""Which operations run by refimpl's Triton kernels: all that have one, on a GPU. Elsewhere they are plain torch.
+
+A layer asks :func:`by_triton` of the tensor in hand, so the same model runs on any device. float64 is torch's everywhere.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+def by_triton(x: Tensor) -> bool:
+    """Whether an operation on ``x`` runs by a Triton kernel."""
+    return x.is_cuda and x.dtype != torch.float64 and _is_installed()
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,97 @@
+"""Decode steps worked out on the device: the tokens of steps that the host shapes, and nothing written for empty rows."""
+
+import bisect
+import gc
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from refimpl import LLM, SamplingParams
+from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep, graph_sizes
+
+ON_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
+PROMPTS = [[5, 6, 7], [9] * 17, [11, 12], [13]]
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+def test_sizes_reach_the_most_sequences_and_no_further():
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(3) == [1, 2, 4]
+    assert graph_sizes(4) == [1, 2, 4]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 24]
+    assert graph_sizes(256) == graph_sizes(1000) == [1, 2, 4, *range(8, 257, 8)]
+
+
+def test_padding_is_under_eight_in_a_hundred_rows():
+    sizes, batches = graph_sizes(256), range(1, 257)
+    computed = sum(sizes[bisect.bisect_left(sizes, rows)] for rows in batches)
+    assert computed / sum(batches) - 1 < 0.08
+
+
+class Unrecorded(DecodeGraphs):
+    """Computes what would be recorded, anew each time."""
+
+    def __init__(self, step, sizes):
+        self._step = step
+        self.sizes = sizes
+        self.replayed = []
+        self._graphs = {}
+
+    def replay(self, slots, contexts):
+        self._step.write(slots, contexts)
+        size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
+        self.replayed.append((len(slots), size))
+        return self._step.forward(size)[: len(slots)]
+
+
+def llm_on(device):
+    return LLM(
+        "tiny", dtype="float32", device=device, attention_backend="triton", enforce_eager=True, max_num_seqs=4,
+        max_model_len=32, num_gpu_blocks_override=12,
+    )  # fmt: skip
+
+
+def tokens(llm):
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)]
+
+
+def test_decodes_from_slots_and_contexts_alone_give_the_same_tokens():
+    device = "cuda" if ON_GPU else "cpu"
+    with llm_on(device) as llm:
+        expected = tokens(llm)
+    with llm_on(device) as llm:
+        runner = llm.engine._executor.runner
+        with torch.inference_mode():
+            step = DecodeStep(runner.model, runner.kv_cache, runner.input_batch, runner.backend, 4)
+            runner.graphs = Unrecorded(step, [1, 2, 4])
+            assert tokens(llm) == expected
+            assert (3, 4) in runner.graphs.replayed
+
+
+def test_empty_rows_write_nothing_and_read_nothing():
+    device = "cuda" if ON_GPU else "cpu"
+    with llm_on(device) as llm, torch.inference_mode():
+        runner = llm.engine._executor.runner
+        step = DecodeStep(runner.model, runner.kv_cache, runner.input_batch, runner.backend, 4)
+        for layer in runner.kv_cache.layers:
+            layer.k.fill_(torch.nan)
+            layer.v.fill_(torch.nan)
+        step.forward(4)
+        assert all(bool(layer.k.isnan().all() and layer.v.isnan().all()) for layer in runner.kv_cache.layers)
+
+
+@needs_gpu
+def test_recorded_steps_give_the_same_tokens_and_give_their_memory_back():
+    torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    with LLM("tiny", dtype="bfloat16", device="cuda", max_num_seqs=32, enforce_eager=True) as llm:
+        expected = tokens(llm)
+    with LLM("tiny", dtype="bfloat16", device="cuda", max_num_seqs=32) as llm:
+        assert llm.engine._executor.runner.graphs.sizes == graph_sizes(32)
+        assert tokens(llm) == expected
+    gc.collect()
+    assert abs(before - torch.cuda.mem_get_info()[0]) < 0.01 * before
