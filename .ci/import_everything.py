@@ -12,7 +12,11 @@ names = [module.name for module in pkgutil.walk_packages(refimpl.__path__, "refi
 names += [f"refimpl.kernels.{path.name[:-3]}" for path in package.joinpath("kernels").iterdir() if path.name.endswith(".py")]
 NEED_NOTEBOOKS = {"refimpl.visualizers.view", "refimpl.visualizers.widgets"}  # pip install "refimpl[notebooks]"
 for name in sorted(set(names) - NEED_NOTEBOOKS):
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton" or not name.startswith("refimpl.kernels."):  # which torch brings with its CUDA builds
+            raise
 assert "refimpl.kernels.reference" in names, names
 for data in (
     "py.typed",

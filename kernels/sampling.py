@@ -214,8 +214,9 @@ def sample(
             ADJUSTED=raw is not None, TILE=TILE, **options,
         )  # fmt: skip
         if top_k is not None:
+            shorts = torch.empty(R, V, dtype=torch.float32, device=logits.device)
             cut_kernel[(R,)](
-                logits, temperature, top_k, top_p, min_p, peaks, cuts, cut_ids, masses,
+                logits, temperature, top_k, top_p, min_p, peaks, cuts, cut_ids, masses, shorts,
                 logits.stride(0), V, num_tiles, TILES=power_of_two(num_tiles), TILE=TILE, **CUT_TILES, **options,
             )  # fmt: skip
         draw_kernel[(R,)](

@@ -2,19 +2,26 @@
 
 Scaled logits ``s = (x − peak) / temperature`` lie between −29, where a mass is one unit of its fixed point, and 0. A filter
 keeps the tokens above some value, and of those that tie with it the first few in the vocabulary; so a cut is a pair
-(value, id). It is searched for by value::
+(value, id). A row is read three times::
+
+    survey      how many tokens, and how much mass, lie at or above each of a few fixed values; the highest of them that has
+                enough for the filters bounds the cut from below
+    shorten     what lies at or above the bound is written down, in order: hundreds of values of a language model, not 10⁵
+    (search)    the cut, in this short row
+    keep        the id of the last tie that is kept, and the mass of what is kept in each tile
+
+The search divides an interval by several pivots at once::
 
     low ├────────┼────────┼────────┼────────┤ high      one pass: how much (tokens for top_k, mass for top_p) lies at or
                p₀       p₁       p₂       p₃            above each of the PIVOTS; the cut is in the interval where that
                             ├──┼──┼──┤                  comes to reach the goal; the next pass divides that interval
 
 An interval shrinks by PIVOTS in each pass, and its upper end is pulled down to the largest value that is in it, so the
-search ends when one value is left: after five passes or so, over a row that lies in the GPU's second-level cache. A sort
-takes tens. Masses are integers, so sums are exact, and value and number of ties follow without rounding.
+search ends when one value is left, after five passes or so. Masses are integers, so sums are exact, and value and number of
+ties follow without rounding. A flat row is shortened little, and then searched in full; a sort takes tens of passes of it.
 
-One more pass finds the id of the last tie that is kept, and the mass of what is kept in each tile.
-Sources: Holtzman et al. 2019 (top-p), Nguyen et al. 2024 (min-p); the search by pivots is that of FlashInfer's
-sampling kernels (Ye et al. 2025), with more pivots and exact sums.
+Sources: Holtzman et al. 2019 (top-p), Nguyen et al. 2024 (min-p); the search by pivots is that of FlashInfer's sampling
+kernels (Ye et al. 2025), with more pivots and exact sums.
 """
 
 from __future__ import annotations
@@ -79,14 +86,59 @@ def _load_scaled(row_logits: tl.tensor, token: tl.tensor, V: tl.tensor, peak: tl
 
 
 @triton.jit
-def _amount(
-    row_logits: tl.tensor, V: tl.tensor, peak: tl.tensor, heat: tl.tensor, low: tl.tensor, SEARCH_TILE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """How many tokens lie at or above ``low``, and their mass."""
-    count = tl.zeros([SEARCH_TILE], tl.int64)
-    mass = tl.zeros([SEARCH_TILE], tl.int64)
+def _survey(
+    row_logits: tl.tensor,
+    V: tl.tensor,
+    peak: tl.tensor,
+    heat: tl.tensor,
+    floor: tl.tensor,
+    SEARCH_TILE: tl.constexpr,
+    PIVOTS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Values from ``floor`` up, closer to each other towards the peak; tokens at or above each, and their mass. [PIVOTS]."""
+    share = (PIVOTS - tl.arange(0, PIVOTS)).to(tl.float32) / PIVOTS
+    pivots = floor * share * share
+    counts = tl.zeros([PIVOTS, SEARCH_TILE], tl.int32)
+    masses = tl.zeros([PIVOTS, SEARCH_TILE], tl.int64)
     for start in range(0, V, SEARCH_TILE):
         s = _load_scaled(row_logits, start + tl.arange(0, SEARCH_TILE), V, peak, heat)  # [SEARCH_TILE]
+        reaches = s[None, :] >= pivots[:, None]  # [PIVOTS, SEARCH_TILE]
+        counts += reaches.to(tl.int32)
+        masses += tl.where(reaches, fixed_point(s)[None, :], 0)
+    return pivots, tl.sum(counts, axis=1).to(tl.int64), tl.sum(masses, axis=1)
+
+
+@triton.jit
+def _shorten(
+    row_logits: tl.tensor,
+    short: tl.tensor,
+    V: tl.tensor,
+    peak: tl.tensor,
+    heat: tl.tensor,
+    low: tl.tensor,
+    SEARCH_TILE: tl.constexpr,
+) -> tl.tensor:
+    """Write the scaled logits at or above ``low`` into ``short``, in the order of the vocabulary; how many they are."""
+    length = tl.full((), 0, tl.int32)
+    for start in range(0, V, SEARCH_TILE):
+        s = _load_scaled(row_logits, start + tl.arange(0, SEARCH_TILE), V, peak, heat)  # [SEARCH_TILE]
+        stays = (s >= low).to(tl.int32)
+        tl.store(short + length + tl.cumsum(stays, axis=0) - 1, s, mask=stays > 0)
+        length += tl.sum(stays, axis=0)
+    tl.debug_barrier()  # what a thread wrote, others of the program read
+    return length
+
+
+@triton.jit
+def _mass_from(
+    short: tl.tensor, length: tl.tensor, low: tl.tensor, SEARCH_TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """How many values of a short row lie at or above ``low``, and their mass."""
+    count = tl.zeros([SEARCH_TILE], tl.int64)
+    mass = tl.zeros([SEARCH_TILE], tl.int64)
+    for start in range(0, length, SEARCH_TILE):
+        place = start + tl.arange(0, SEARCH_TILE)
+        s = tl.load(short + place, mask=place < length, other=float("-inf"))  # [SEARCH_TILE]
         count += (s >= low).to(tl.int64)
         mass += tl.where(s >= low, fixed_point(s), 0)
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
@@ -94,10 +146,8 @@ def _amount(
 
 @triton.jit
 def _search(
-    row_logits: tl.tensor,
-    V: tl.tensor,
-    peak: tl.tensor,
-    heat: tl.tensor,
+    short: tl.tensor,
+    length: tl.tensor,
     low: tl.tensor,
     goal: tl.tensor,
     BY_MASS: tl.constexpr,
@@ -115,8 +165,9 @@ def _search(
         pivots = tl.where(number == PIVOTS - 1, high, low + (high - low) * ((number + 1) / PIVOTS))  # [PIVOTS], rising
         reach = tl.zeros([PIVOTS, SEARCH_TILE], tl.int64)
         under = tl.full([PIVOTS, SEARCH_TILE], float("-inf"), tl.float32)
-        for start in range(0, V, SEARCH_TILE):
-            s = _load_scaled(row_logits, start + tl.arange(0, SEARCH_TILE), V, peak, heat)  # [SEARCH_TILE]
+        for start in range(0, length, SEARCH_TILE):
+            place = start + tl.arange(0, SEARCH_TILE)
+            s = tl.load(short + place, mask=place < length, other=float("-inf"))  # [SEARCH_TILE]
             amount = fixed_point(s) if BY_MASS else (s >= low).to(tl.int64)
             reaches = s[None, :] >= pivots[:, None]  # [PIVOTS, SEARCH_TILE]
             reach += tl.where(reaches, amount[None, :], 0)
@@ -143,6 +194,7 @@ def cut_kernel(
     cuts: tl.tensor,
     cut_ids: tl.tensor,
     masses: tl.tensor,
+    shorts: tl.tensor,
     logits_stride: tl.tensor,
     V: tl.tensor,
     num_tiles: tl.tensor,
@@ -161,20 +213,32 @@ def cut_kernel(
     cut, cut_id = heat * 0.0 + float("-inf"), V
     if (heat >= GREEDY_BELOW) & is_usable(peak) & (by_k | (p < 1.0) | (least > 0.0)):
         cut = tl.maximum(LOWEST, tl.where(least > 0.0, tl.log(tl.maximum(least, 1e-37)), float("-inf")))
-        count, mass = _amount(start, V, peak, heat, cut, SEARCH_TILE)
-        ties = count  # of those that tie with the cut, how many stay: all
-        if by_k & (k < count):
-            cut, above = _search(start, V, peak, heat, cut, k, False, SEARCH_TILE, PIVOTS)
-            ties = k - above
-            count, mass = _amount(start, V, peak, heat, cut, SEARCH_TILE)
-            mass -= (count - k) * _mass_at(cut)
-        if p < 1.0:
-            goal = tl.maximum(tl.ceil(p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
-            cut, above = _search(start, V, peak, heat, cut, goal, True, SEARCH_TILE, PIVOTS)
-            ties = tl.cdiv(goal - above, _mass_at(cut))  # no more than top_k left: only their mass is in the goal
+        pivots, counts, amounts = _survey(start, V, peak, heat, cut, SEARCH_TILE, PIVOTS)  # [PIVOTS] each
+        ties, mass = tl.max(counts, axis=0), tl.max(amounts, axis=0)  # of those that tie with the cut, all stay
+        by_k = by_k & (k < ties)
+        if by_k | (p < 1.0):
+            enough = tl.where(by_k, counts >= k, amounts >= _goal(p, mass))
+            short = shorts + row * V
+            low = tl.max(tl.where(enough, pivots, cut), axis=0)
+            length = _shorten(start, short, V, peak, heat, low, SEARCH_TILE)
+            if by_k:
+                low, above = _search(short, length, low, k, False, SEARCH_TILE, PIVOTS)
+                cut, ties = low, k - above
+                count, mass = _mass_from(short, length, cut, SEARCH_TILE)
+                mass -= (count - k) * _mass_at(cut)
+            if p < 1.0:
+                goal = _goal(p, mass)
+                cut, above = _search(short, length, low, goal, True, SEARCH_TILE, PIVOTS)
+                ties = tl.cdiv(goal - above, _mass_at(cut))  # no more than top_k left: only their mass is in the goal
         cut_id = _keep(start, masses + row * num_tiles, V, peak, heat, cut, ties, TILE)
     tl.store(cuts + row, cut)
     tl.store(cut_ids + row, cut_id)
+
+
+@triton.jit
+def _goal(p: tl.tensor, mass: tl.tensor) -> tl.tensor:
+    """The mass that top_p asks for; one unit at least."""
+    return tl.maximum(tl.ceil(p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit

@@ -104,7 +104,9 @@ def _compiles(capability: int) -> tuple[Compile, ...]:
         draw_kernel: tiles | {"FILTERED": True},
     }
     logits = pointer(dtypes_for(capability)[0])
-    types = dict.fromkeys(("temperature", "top_p", "min_p", "peaks", "cuts", "raw_peaks", "raw_masses", "logprobs"), "*fp32")
+    types = dict.fromkeys(
+        ("temperature", "top_p", "min_p", "peaks", "cuts", "raw_peaks", "raw_masses", "logprobs", "shorts"), "*fp32"
+    )
     types |= dict.fromkeys(("seed", "path", "position", "top_k", "masses", "token_ids"), "*i64")
     types |= {"logits": logits, "raw": logits, "peak_ids": "*i32", "cut_ids": "*i32"}
     found = []

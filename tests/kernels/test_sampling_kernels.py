@@ -53,9 +53,15 @@ def rows_of(R, V, seed, **fixed):
     return torch.randn(R, V, generator=generator) * 3, parameters
 
 
+def sampling_rows(parameters):
+    top_k = parameters["top_k"]
+    most = int(top_k.max())
+    return SamplingRows(**parameters, random=list(range(len(top_k))), filtered=True, ranked=True, largest_top_k=most)
+
+
 def both(logits, parameters):
     """The tokens of the engine's sampler and of the kernel."""
-    rows = SamplingRows(**parameters, random=list(range(len(logits))), filtered=True, ranked=True)
+    rows = sampling_rows(parameters)
     on_device = {name: value.to(DEVICE) for name, value in parameters.items()}
     token_ids, _ = sampling.sample(logits.to(DEVICE), purpose=philox.Purpose.TARGET, **on_device)
     return Sampler().sample(logits, rows).token_ids, token_ids.cpu()
@@ -90,9 +96,8 @@ def test_of_tokens_that_tie_the_first_stay(name):
 def test_reference_is_the_sampler():
     """The twin's definition by a full sort draws what the engine draws, over many rows."""
     logits, parameters = rows_of(300, 50, seed=9)
-    rows = SamplingRows(**parameters, random=list(range(300)), filtered=True, ranked=True)
     token_ids, logprobs = reference.sample(logits, purpose=philox.Purpose.TARGET, **parameters)
-    assert token_ids.tolist() == Sampler().sample(logits, rows).token_ids.tolist()
+    assert token_ids.tolist() == Sampler().sample(logits, sampling_rows(parameters)).token_ids.tolist()
     assert_close(
         logprobs, logits.double().log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).flatten(), rtol=1e-6, atol=1e-5
     )
