@@ -19,7 +19,7 @@ from refimpl.kernels.paged_attention import (
     paged_attention,
     plan_decode,
 )
-from refimpl.kernels.spec import Compile, KernelSpec, Shape
+from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape
 from refimpl.kernels.split_plan import FEWEST, MANY, WAVES, plan_kernel
 
 TOKEN_LISTS = ("cu_seqlens_q", "seqused_k")
@@ -34,11 +34,17 @@ def launch_decode(query: Tensor, k_cache: Tensor, max_seqlen_q: int, out: Tensor
     return paged_attention(query, k_cache, plan=plan, out=out, **rest)
 
 
-def launch_prefill(query: Tensor, max_seqlen_q: int, out: Tensor, **rest: Any) -> Tensor:
-    """Plan and kernel, as a step of one layer would run them."""
-    query_lens, context_lens = rest["cu_seqlens_q"].diff().tolist(), rest["seqused_k"].tolist()
-    plan = plan_prefill(query.shape[2], query.dtype, query_lens, context_lens, query.device)
+def launch_prefill(query: Tensor, max_seqlen_q: int, plan: Tensor, out: Tensor, **rest: Any) -> Tensor:
+    """The kernel, by a plan that the host made beforehand, once for all layers of a step."""
     return flash_attention(query, plan=plan, out=out, **rest)
+
+
+def make_prefill_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+    """A step's inputs, and the plan of its tiles."""
+    case = attention_cases.make_case(shape, dtype, device, seed)
+    query_lens, context_lens = zip(*attention_cases.lens(shape), strict=True)
+    plan = plan_prefill(shape["D"], dtype, list(query_lens), list(context_lens), device)
+    return Case(case.inputs, case.out | {"plan": plan})
 
 
 def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, queries: int) -> Compile:
@@ -148,7 +154,7 @@ SPECS = (
         twin=attention_cases.twin,
         launch=launch_prefill,
         outputs=("out",),
-        make_case=attention_cases.make_case,
+        make_case=make_prefill_case,
         small_shapes=(
             {"S": 6, "n": 9, "L": 40, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1},
             {"S": 1, "n": 16, "L": 64, "Hq": 9, "Hkv": 3, "D": 64, "B": 16, "gap": 3},

@@ -26,7 +26,7 @@ class Case:
     ``lens`` are pairs (queries, context). Everything but the new tokens is in the cache; ``key`` and ``value`` are theirs.
     """
 
-    def __init__(self, lens, Hq, Hkv, D, B, dtype=torch.float64, filling=math.nan, seed=0):
+    def __init__(self, lens, Hq, Hkv, D, B, dtype=torch.float64, filling=math.nan, seed=0, device="cpu"):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -47,7 +47,11 @@ class Case:
             written = torch.tensor(own[: context - n], dtype=torch.long)
             for cache in (self.cache.k, self.cache.v):
                 cache.view(-1, Hkv, D)[written] = normal(context - n, Hkv, D)
-        self.slot_mapping = torch.tensor(slots)
+        self.slot_mapping = torch.tensor(slots, device=device)
+        self.table, self.query, self.key, self.value = (
+            tensor.to(device) for tensor in (self.table, self.query, self.key, self.value)
+        )
+        self.cache = LayerKV(self.cache.k.to(device), self.cache.v.to(device))
         self.metadata = AttentionMetadata.of(
             query_lens=[n for n, _ in lens],
             context_lens=[context for _, context in lens],

@@ -13,7 +13,7 @@ from refimpl import LLM, SamplingParams
 from refimpl.attention.triton_paged import TritonPagedAttention
 from refimpl.kernels.attention_tiles import Target
 
-DEVICE = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIXED = [(1, 20), (18, 30), (2, 2)]
 """A decode, a chunk for the prefill kernel, and a short prompt for the decode kernel."""
 
@@ -24,7 +24,7 @@ def backend(capability=80, D=16):
 
 @pytest.mark.parametrize("capability", [75, 80])
 def test_a_mixed_step_of_two_layers(capability):
-    case = Case(MIXED, 2, 1, 16, 8, torch.float32)
+    case = Case(MIXED, 2, 1, 16, 8, torch.float32, device=DEVICE)
     step = backend(capability).begin_step(case.metadata)
     first = case.run(Prepared(step))
     assert_close(first, case.expected(), 2e-5, 4e-6)
@@ -43,28 +43,28 @@ class Prepared:
 
 @pytest.mark.parametrize("lens", [[(1, 9)], [(2, 2), (5, 64)], [(17, 17), (20, 41)]], ids=["decode", "K + 1", "prefill"])
 def test_steps_of_one_kind(lens):
-    case = Case(lens, 2, 1, 16, 16, torch.float32)
+    case = Case(lens, 2, 1, 16, 16, torch.float32, device=DEVICE)
     assert_close(case.run(backend()), case.expected(), 2e-5, 4e-6)
 
 
 def test_padded_rows_read_and_write_nothing():
     """One query, no context, a slot below 0: as a captured graph's spare rows."""
-    case = Case([(1, 9), (1, 12)], 2, 1, 16, 8, torch.float32)
+    case = Case([(1, 9), (1, 12)], 2, 1, 16, 8, torch.float32, device=DEVICE)
     case.metadata.seqused_k[1] = 0
     case.slot_mapping[1] = -1
     before = case.cache.k[case.table[1].long()].clone()
     got = case.run(backend())
     assert (got[1] == 0).all()
     assert torch.equal(case.cache.k[case.table[1].long()].nan_to_num(nan=9.0), before.nan_to_num(nan=9.0))
-    alone = Case([(1, 9), (1, 12)], 2, 1, 16, 8, torch.float32)
+    alone = Case([(1, 9), (1, 12)], 2, 1, 16, 8, torch.float32, device=DEVICE)
     assert_same(got[0], alone.run(backend())[0])
 
 
 def test_output_and_query_may_have_odd_strides():
-    case = Case([(1, 9), (17, 19)], 2, 1, 16, 8, torch.float32)
+    case = Case([(1, 9), (17, 19)], 2, 1, 16, 8, torch.float32, device=DEVICE)
     plain = case.run(backend())
-    again = Case([(1, 9), (17, 19)], 2, 1, 16, 8, torch.float32)
-    fused = torch.full((18, 2 * 16 + 5), math.nan)
+    again = Case([(1, 9), (17, 19)], 2, 1, 16, 8, torch.float32, device=DEVICE)
+    fused = torch.full((18, 2 * 16 + 5), math.nan, device=DEVICE)
     fused[:, 3:35] = again.query.flatten(1)
     again.query = fused[:, 3:35].unflatten(1, (2, 16))
     assert_same(again.run(backend()), plain)
@@ -75,7 +75,7 @@ def test_the_engine_draws_the_same_tokens_as_on_torch():
     sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     tokens = []
     for name in ("torch", "triton"):
-        with LLM("tiny", dtype="float32", device="cpu", attention_backend=name, block_size=8) as llm:
+        with LLM("tiny", dtype="float32", device=DEVICE.type, attention_backend=name, block_size=8) as llm:
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])
     assert tokens[0] == tokens[1]

@@ -180,7 +180,7 @@ def test_chunks_at_the_end_of_a_context(dtype):
         ({"query": torch.zeros(1, 3, 16)}, "query heads a multiple of key/value heads"),
         ({"query": torch.zeros(1, 2, 8)}, "and head sizes equal"),
         ({"k_cache": torch.zeros(3, 12, 2, 16), "v_cache": torch.zeros(3, 12, 2, 16)}, r"block size \(12\) must be a power"),
-        ({"v_cache": torch.zeros(3, 8, 2, 32)[..., ::2]}, "the caches' must be equal, and every last one 1"),
+        ({"v_cache": torch.zeros(3, 8, 2, 32, device=DEVICE)[..., ::2]}, "the caches' must be equal, and every last one 1"),
     ],
     ids=["dtype", "heads", "head size", "block size", "strides"],
 )

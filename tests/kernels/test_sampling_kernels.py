@@ -56,7 +56,7 @@ def rows_of(R, V, seed, **fixed):
 def sampling_rows(parameters):
     top_k = parameters["top_k"]
     most = int(top_k.max())
-    return SamplingRows(**parameters, random=list(range(len(top_k))), filtered=True, ranked=True, largest_top_k=most)
+    return SamplingRows(**parameters, whole=[], ranked=list(range(len(top_k))), min_p_on=True, largest_top_k=most)
 
 
 def both(logits, parameters):
