@@ -11,6 +11,7 @@ from refimpl.bench import (
     claims,
     latency,
     memory,
+    offline,
     overhead,
     peer_vllm,
     report,
@@ -22,10 +23,12 @@ from refimpl.bench import (
 from refimpl.bench.flops import flop_counter
 from refimpl.bench.peers import OtherEnvironment
 from refimpl.bench.recompute import run
-from refimpl.bench.result import check
+from refimpl.bench.result import check, workload_hash
 from refimpl.bench.sides import Run, mixed, ratio
 from refimpl.errors import ConfigError, RefimplError
 from refimpl.events import EventLog
+from refimpl.loading.hf_config import write_config
+from refimpl.models.tiny import tiny
 from refimpl.visualizers import export_html
 
 ROOT = Path(__file__).parent.parent
@@ -211,6 +214,28 @@ def test_latency_of_a_prompt_in_one_chunk():
     assert figures["settings"]["refimpl"]["max_num_batched_tokens"] >= 1000
     assert figures["ratios"]["transformers"] > 0
     assert "| ttft_5 |" in report.TABLES["latency"](as_kept(result))
+
+
+def test_offline_measures_a_shape_without_weights(tmp_path):
+    write_config(tiny().config, tmp_path)
+    result = offline.run({"dtype": "float32"}, str(tmp_path), ("decode-1", "mixed-2"), repeats=1)
+    row = result.results["decode-1"]
+    assert (row["requests"], row["prompt_tokens"], row["output_tokens"]) == (1, 512, 256)
+    assert row["output_tokens_per_second"] == 256 / row["seconds"][0]
+    assert result.checks == []  # nothing was measured of vLLM with this shape
+    assert "| decode-1 | 512 | 256 |" in report.TABLES["offline"](as_kept(result))
+
+
+def test_offline_requests_are_those_that_were_measured_of_vllm():
+    requests = {name: offline.requests_of(name) for name in offline.WORKLOADS}
+    assert workload_hash(requests) == "15906bf4c41ebc7a"
+    assert [sum(output for _, output in listed) for listed in requests.values()] == [256, 16_384, 34_887, 137_056]
+
+
+@pytest.mark.parametrize("name", ["decode", "decode-0", "decode-x", "mixed-", "burst-4"])
+def test_offline_refuses_other_workloads(name):
+    with pytest.raises(ConfigError, match=f"workload is '{name}'; it must be decode-N or mixed-N"):
+        offline.requests_of(name)
 
 
 def test_overhead_takes_the_forward_pass_from_the_step():

@@ -137,6 +137,26 @@ def throughput(
 
 @bench.command()
 @with_engine_options
+def offline(
+    *,
+    model_config: Annotated[str, typer.Option(help="llama-3-8b, llama-3-70b, or a folder with a config.json.")],
+    workloads: Annotated[str, typer.Option(help="Which, by commas: decode-N or mixed-N requests.")] = (
+        "decode-1,decode-64,mixed-128,mixed-512"
+    ),
+    repeats: Annotated[int, typer.Option(help="Times that each is measured, after one that warms up.")] = 3,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Output tokens a second of a model's shape with random weights, for GPUs: ids in and out, all requests at once."""
+    from refimpl.bench.offline import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, model_config, tuple(workloads.split(",")), repeats), as_json, save)
+
+
+@bench.command()
+@with_engine_options
 def latency(
     *,
     repeats: Repeats = 5,

@@ -215,6 +215,15 @@ def _beam(result: dict[str, Any]) -> str:
     )
 
 
+def _offline(result: dict[str, Any]) -> str:
+    rows = "".join(
+        f"| {name} | {r['prompt_tokens']:,} | {r['output_tokens']:,} | {r['output_tokens_per_second']:,.0f} |\n"
+        for name, r in result["results"].items()
+    )
+    head = "| requests | tokens in | out | output tokens a second |\n|---|---|---|---|\n"
+    return head + rows + caption(result)
+
+
 def _kernels(result: dict[str, Any]) -> str:
     ceilings = result["results"]["ceilings"]
     head = "| kernel | shape | dtype | µs | MB | share of the ceiling |\n|---|---|---|---|---|---|\n"
@@ -244,5 +253,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "swap": _swap,
     "beam": _beam,
     "kernels": _kernels,
+    "offline": _offline,
 }
 """How each topic's result becomes a Markdown table."""

@@ -1,0 +1,140 @@
+"""Output tokens a second of a model's shape: random weights, token ids in and out, all requests there at the beginning.
+
+For GPUs, where a model's weights need not be at hand to know how fast it runs. Requests are greedy, their end-of-text token
+is ignored, no two prompts begin alike, and no prefix is cached. Times include the engine's whole Python side.
+
+========== =================================================================================
+decode-N   N requests, 512 tokens in, 256 out
+mixed-N    N requests of 64 to 1,024 tokens in, 16 to 512 out
+========== =================================================================================
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from refimpl.bench.result import Check, Result, check, setting, workload_hash
+from refimpl.bench.sides import Requests
+from refimpl.config import EngineArgs
+from refimpl.engine import Engine
+from refimpl.errors import ConfigError
+from refimpl.loading.dummy import ShapeCheckpoint
+from refimpl.sampling_params import SamplingParams
+from refimpl.simulate.models import find_model
+
+SEED = 20240611
+WORKLOADS = ("decode-1", "decode-64", "mixed-128", "mixed-512")
+LOWEST_ID, HIGHEST_ID = 1_000, 100_000
+VLLM_ON_H200 = {"decode-1": 204.0, "decode-64": 6635.0, "mixed-128": 6716.0, "mixed-512": 9276.0}
+"""Output tokens a second of vLLM 0.23.0 for the same requests, Llama-3-8B's shape in bfloat16 on one H200, its defaults
+(FlashAttention-3, torch.compile, CUDA graphs, 16,384 batched tokens, 1,024 sequences); measured on 2026-11-29."""
+LEAST_SHARE = 0.8
+"""Of vLLM's figure."""
+
+
+def requests_of(name: str) -> Requests:
+    """The requests of a workload, the same in every run.
+
+    Raises:
+        ConfigError: it is not decode-N or mixed-N.
+
+    """
+    kind, _, count = name.partition("-")
+    if kind not in ("decode", "mixed") or not count.isdecimal() or not int(count):
+        raise ConfigError(f"workload is {name!r}; it must be decode-N or mixed-N with a number of requests, as decode-64")
+    return [_request(index, kind == "mixed") for index in range(int(count))]
+
+
+def _within(requests: Requests, vocab_size: int) -> Requests:
+    """The same with ids that a smaller vocabulary has."""
+    return [([token_id % vocab_size for token_id in prompt], output) for prompt, output in requests]
+
+
+def _request(index: int, mixed: bool) -> tuple[list[int], int]:
+    drawn = random.Random(SEED * 1_000_003 + index)  # noqa: S311 - a workload, no secret
+    lengths = drawn.randint(64, 1024), drawn.randint(16, 512)
+    prompt, output = lengths if mixed else (512, 256)
+    return [drawn.randint(LOWEST_ID, HIGHEST_ID) for _ in range(prompt)], output
+
+
+def run(engine_options: dict[str, Any], model_config: str, names: tuple[str, ...] = WORKLOADS, repeats: int = 3) -> Result:
+    """Measure each workload ``repeats`` times after one that warms up.
+
+    Args:
+        engine_options: of the engine; its model and load format are the shape's.
+        model_config: a shape by name (llama-3-8b, llama-3-70b), or a folder with a config.json.
+        names: workloads.
+        repeats: 1 or more.
+
+    Raises:
+        ConfigError: a name or number is out of range.
+
+    """
+    if repeats < 1:
+        raise ConfigError(f"repeats is {repeats}; it must be 1 or more")
+    listed = {name: requests_of(name) for name in names}
+    shape = ShapeCheckpoint(model_config, find_model(model_config))
+    fixed = {"model": shape, "load_format": "dummy", "enable_prefix_caching": False, "event_log_size": 0}
+    engine = Engine(EngineArgs.from_options(engine_options | fixed))
+    try:
+        vocab_size = shape.config.vocab_size
+        results = {name: _measure(engine, _within(requests, vocab_size), repeats) for name, requests in listed.items()}
+    finally:
+        engine.close()
+    produced = sum(output for requests in listed.values() for _, output in requests)
+    return Result(
+        topic="offline",
+        setting=setting(
+            model=model_config,
+            model_hash=shape.fingerprint(),
+            dtype=engine_options["dtype"],
+            workload=f"{', '.join(names)}: greedy, ids in and out, no prefix cache, random weights",
+            workload_hash=workload_hash(listed),
+            tokens_produced=produced * (repeats + 1),
+            repeats=repeats,
+        ),
+        results=results,
+        checks=_checks(model_config, results),
+    )
+
+
+def _measure(engine: Engine, requests: Requests, repeats: int) -> dict[str, Any]:
+    tokens = sum(output for _, output in requests)
+    seconds = [_seconds(engine, requests, turn) for turn in range(repeats + 1)][1:]
+    return {
+        "requests": len(requests),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "output_tokens_per_second": tokens / statistics.median(seconds),
+    }
+
+
+def _seconds(engine: Engine, requests: Requests, turn: int) -> float:
+    """From the first request's arrival until the last token is there."""
+    started, produced = time.perf_counter(), 0
+    for number, (prompt, output) in enumerate(requests):
+        params = SamplingParams(
+            temperature=0, max_tokens=output, ignore_eos=True, detokenize=False, output_kind="final_only"
+        )
+        engine.add_request(f"{turn}-{number}", prompt, params)
+    while engine.has_unfinished_requests():
+        produced += sum(len(output.outputs[0].token_ids) for output in engine.step())
+    assert produced == sum(output for _, output in requests)
+    return time.perf_counter() - started
+
+
+def _checks(model_config: str, results: dict[str, Any]) -> list[Check]:
+    """Against vLLM's figures, where they were measured of the same."""
+    if model_config != "llama-3-8b" or not torch.cuda.is_available() or "H200" not in torch.cuda.get_device_name():
+        return []
+    return [
+        check(f"{name.replace('-', '')}_8b", results[name]["output_tokens_per_second"], ">=", LEAST_SHARE * figure)
+        for name, figure in VLLM_ON_H200.items()
+        if name in results
+    ]
