@@ -147,7 +147,7 @@ def test_a_step_that_fails_is_told_and_the_chat_goes_on(chat, engine, monkeypatc
         raise ValueError("the device is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "execute", fail)
+        patched.setattr(runner, "launch", fail)
         _, notes, failed = talk(chat, "Hello")
     assert "the step failed: ValueError('the device is gone')" in notes
     assert failed

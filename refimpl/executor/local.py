@@ -101,7 +101,8 @@ class LocalExecutor:
             log.info("CUDA graphs: %d, for decodes of up to %d sequences", len(self.graph_sizes), self.graph_sizes[-1])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         # Who waits for a GPU's tokens is not who orders its next step.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
+        reads = asynchronous and self.device.type == "cuda"
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
         self._closed = False
         self._process = os.getpid()
 
@@ -126,11 +127,13 @@ class LocalExecutor:
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step: at once, or in the worker thread after those before it."""
-        if self._thread is not None and self._reader is not None:
+        if self._reader is not None and self._thread is not None:
             return self._reader.submit(_read, self._thread.submit(_launch, self.runner, scheduler_output))
+        if self._thread is not None:
+            return self._thread.submit(_execute, self.runner, scheduler_output)
         future: Future[ModelRunnerOutput] = Future()
         try:
-            future.set_result(_launch(self.runner, scheduler_output).result())
+            future.set_result(_execute(self.runner, scheduler_output))
         except BaseException as error:  # a second Ctrl-C too: the engine must learn that this step is torn
             future.set_exception(error)
         return future
@@ -196,6 +199,10 @@ def _launch(runner: ModelRunner, scheduler_output: SchedulerOutput) -> PendingOu
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise
+
+
+def _execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    return _launch(runner, scheduler_output).result()
 
 
 def _read(launched: Future[PendingOutput]) -> ModelRunnerOutput:

@@ -140,11 +140,11 @@ def test_a_fork_ends_the_quiet_of_its_parent():
     [parent] = (request := make_request(0, 5, max_tokens=20)).sequences
     scheduler.add(request)
     scheduler.update(scheduler.schedule(), ModelRunnerOutput((1,)))
-    assert (parent.num_computed_tokens, parent.quiet_until) == (5, 8), "two more decodes stay within its second block"
+    assert (parent.num_computed_tokens, parent.quiet_until) == (5, 9), "three more decodes stay within its second block"
     child = make_request(1, list(parent.token_ids), max_tokens=3)
     scheduler.fork(parent, child)
     assert parent.quiet_until == 0
     planned = scheduler.schedule()
     assert [(copy.slot, copy.index) for copy in planned.copies] == [(parent.slot, 1)]
-    assert parent.quiet_until == 8
+    assert parent.quiet_until == 9
     assert books(scheduler) == []
