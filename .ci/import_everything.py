@@ -10,12 +10,13 @@ package = files("refimpl")
 assert "site-packages" in str(package), f"this is not the installed refimpl: {package}"
 names = [module.name for module in pkgutil.walk_packages(refimpl.__path__, "refimpl.")]
 names += [f"refimpl.kernels.{path.name[:-3]}" for path in package.joinpath("kernels").iterdir() if path.name.endswith(".py")]
+NEED_TRITON = ("refimpl.kernels.", "refimpl.attention.triton_paged")  # torch brings it with its CUDA builds
 NEED_NOTEBOOKS = {"refimpl.visualizers.view", "refimpl.visualizers.widgets"}  # pip install "refimpl[notebooks]"
 for name in sorted(set(names) - NEED_NOTEBOOKS):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "triton" or not name.startswith("refimpl.kernels."):  # which torch brings with its CUDA builds
+        if error.name != "triton" or not name.startswith(NEED_TRITON):
             raise
 assert "refimpl.kernels.reference" in names, names
 for data in (
