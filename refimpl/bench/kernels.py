@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from refimpl.bench.result import Result, setting, workload_hash
+from refimpl.bench.result import Check, Result, check, setting, workload_hash
 from refimpl.errors import ConfigError
 from refimpl.kernels import spec as registry
 from refimpl.kernels.spec import Case, KernelSpec, Shape
@@ -30,6 +30,8 @@ MOST_BYTES = 16 * GIB
 """That the copies may take."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The first of them that a kernel takes, and the device computes in, is measured."""
+LARGE = 10**9
+"""Bytes from which on a launch is long enough to be held against the ceiling alone."""
 
 
 def run(names: Sequence[str] = (), repeats: int = 20) -> Result:
@@ -63,8 +65,14 @@ def run(names: Sequence[str] = (), repeats: int = 20) -> Result:
             tokens_produced=0,
         ),
         results={"ceilings": ceilings, "kernels": rows},
-        checks=[],
+        checks=checks_of(rows),
     )
+
+
+def checks_of(rows: list[dict[str, Any]]) -> list[Check]:
+    """Decode attention over keys and values of at least a gigabyte, which nothing but the memory should hold up."""
+    shares = [row["share"] for row in rows if row["kernel"] == "paged_attention" and row["bytes"] >= LARGE]
+    return [check("decode_attention_share", min(shares), ">=", 0.9)] if shares else []
 
 
 def measure(
