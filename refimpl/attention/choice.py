@@ -12,9 +12,7 @@ from refimpl.attention.backend import AttentionBackend
 from refimpl.attention.checked import CheckedBackend
 from refimpl.attention.torch_paged import TorchPagedAttention
 from refimpl.errors import ConfigError
-
-LEAST_CAPABILITY = 75
-"""Triton's kernels are compiled for a T4 and later."""
+from refimpl.kernels.spec import TARGETS
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,10 @@ def triton_obstacle(setting: Setting) -> str:
 
         if not triton.knobs.runtime.interpret:
             return "the device is a CPU: set TRITON_INTERPRET=1 before Python starts to have kernels interpreted, slowly"
-    elif setting.capability < LEAST_CAPABILITY:
-        return f"the kernels are made for sm_{LEAST_CAPABILITY} and later, and this is sm_{setting.capability}"
+    elif setting.capability < TARGETS[0]:
+        return f"the kernels are made for sm_{TARGETS[0]} and later, and this is sm_{setting.capability}"
     elif setting.dtype == torch.float32:
-        return "in float32 torch's operations are faster: tensor cores multiply 16 bits"
+        return "the kernels are laid out for 16 bits, which tensor cores multiply; float32 finds no room in the registers"
     if setting.dtype == torch.float64:
         return "the kernels compute in bfloat16, float16 and float32, not in float64"
     if setting.block_size & (setting.block_size - 1):

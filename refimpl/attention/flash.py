@@ -27,7 +27,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
-from refimpl.attention.writing import write_slots
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.errors import ConfigError
 
@@ -194,7 +193,9 @@ class FlashAttentionStep:
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in their slots. Mutates ``layer_kv``."""
-        write_slots(self._metadata, layer_kv, key, value)
+        from refimpl.kernels.kv_write import write_kv
+
+        write_kv(key, value, layer_kv.k, layer_kv.v, self._metadata.slot_mapping)
 
     def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         """Attention of each new token over its sequence's tokens up to itself."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
+from tqdm import tqdm
+
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.sampling_params import SamplingParams
@@ -97,12 +99,12 @@ class Refimpl:
 
 def in_turn(sides: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
     """Run every side ``repeats`` times in turn, so that all see the same machine. A first turn is discarded."""
-    for side in sides.values():
-        side()
     runs: dict[str, list[Run]] = {name: [] for name in sides}
-    for _ in range(repeats):
+    for turn in tqdm(range(repeats + 1), desc=" and ".join(sides), unit="turn", leave=False, disable=None):
         for name, side in sides.items():
-            runs[name].append(side())
+            run = side()
+            if turn:
+                runs[name].append(run)
     return runs
 
 

@@ -72,7 +72,7 @@ class DecodeStep:
         """Say which sequences are decoded, and their lengths with the token that is computed. Other rows are empty."""
         count = len(slots)
         self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
-        # From memory that is not pinned: torch has read it when this returns, so it can be written for the next step.
+        # From memory that is not pinned: it is read before this returns, so it can be written for the next step.
         self._rows.copy_(torch.from_numpy(self._staged), non_blocking=True)
 
     def forward(self, size: int) -> Float[Tensor, "size H"]:

@@ -20,7 +20,7 @@ def step_bytes(
 ) -> int:
     """Peak bytes of a step with the longest prompt that fits it, and of the logits of a full batch."""
     num_blocks = -(-num_tokens // args.block_size)
-    runner = _runner(args, model, dtype, device, 1, num_blocks)
+    runner = _runner(args, model, dtype, device, 1, num_blocks, num_blocks * args.block_size + 1)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     sequence = Admission(0, 0, (0,) * num_tokens, num_tokens, 0, 0, 0, sampling=SamplingNumbers(top_p=0.5))
@@ -32,10 +32,18 @@ def step_bytes(
 
 
 def graph_bytes(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int]
+    args: EngineArgs,
+    model: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
+    max_model_len: int,
 ) -> int:
-    """Bytes that CUDA graphs of these sizes take: the largest is recorded, and a small one, as which the others count."""
-    runner = _runner(args, model, dtype, device, sizes[-1], 1)
+    """Bytes that CUDA graphs of these sizes take, for contexts of up to ``max_model_len`` tokens.
+
+    The largest is recorded, and a small one, as which the others count.
+    """
+    runner = _runner(args, model, dtype, device, sizes[-1], 1, max_model_len)
     taken = []
     for recorded in ([sizes[-1]], [sizes[0], sizes[-1]]):
         torch.cuda.synchronize(device)
@@ -52,10 +60,16 @@ def graph_bytes(
 
 
 def _runner(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, num_seqs: int, num_blocks: int
+    args: EngineArgs,
+    model: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_seqs: int,
+    num_blocks: int,
+    length: int,
 ) -> ModelRunner:
-    """A runner with a small cache of its own."""
-    config, length = model.config, num_blocks * args.block_size + 1
+    """A runner with a small cache of its own, and slots for sequences of ``length`` tokens."""
+    config = model.config
     return ModelRunner(
         model,
         KVCache(config, num_blocks, args.block_size, dtype, device),

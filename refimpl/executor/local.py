@@ -172,13 +172,8 @@ class LocalExecutor:
     def _available_bytes(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
         """Bytes that the KV cache may take. On a GPU, the largest step is run once to see what it needs beside."""
         cache = args.cache_config()
-        enough = memory.enough_bytes(
-            model.config,
-            args.block_size,
-            self.dtype.itemsize,
-            max_num_seqs,
-            args.max_model_len or model.config.context_limit(),
-        )
+        longest = args.max_model_len or model.config.context_limit()
+        enough = memory.enough_bytes(model.config, args.block_size, self.dtype.itemsize, max_num_seqs, longest)
         if self.device.type == "cpu":
             available = memory.cpu_cache_bytes(cache, free_host_memory())
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
@@ -186,7 +181,7 @@ class LocalExecutor:
             return 0  # the options say it all
         beside = gpu_memory.step_bytes(args, model, self.dtype, self.device, max_num_seqs, num_tokens)
         if self.graph_sizes:
-            beside += gpu_memory.graph_bytes(args, model, self.dtype, self.device, self.graph_sizes)
+            beside += gpu_memory.graph_bytes(args, model, self.dtype, self.device, self.graph_sizes, longest)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return min(memory.gpu_cache_bytes(cache, total, total - free, beside), enough)

@@ -11,12 +11,16 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from refimpl.kernels.spec import TARGETS
+
 
 def by_triton(x: Tensor) -> bool:
     """Whether an operation on ``x`` runs by a Triton kernel."""
-    return x.is_cuda and x.dtype != torch.float64 and _is_installed()
+    return x.is_cuda and x.dtype != torch.float64 and _serves(x.device)
 
 
 @cache
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
+def _serves(device: torch.device) -> bool:
+    """Whether triton is installed and the GPU is one that the kernels are compiled for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return find_spec("triton") is not None and 10 * major + minor >= TARGETS[0]

@@ -3,7 +3,7 @@
 A decode step reads every weight once for a handful of tokens, so it is bound by memory bandwidth, and by how far a product
 reaches it:
 
-- Several tokens: oneDNN's own packed layout, read in the order in which the product wants it: half the plain one's time.
+- Several tokens: oneDNN's own packed layout, read in the order in which the product wants it: up to twice as fast.
   Without AVX-512 there is none for bfloat16; the weights of a small model are packed in float32 then, and the product is
   rounded to bfloat16, as that of bfloat16 would be.
 - One token, without AVX-512, where oneDNN reaches half the bandwidth: in float32 ``Wᵀ`` where the output is the longer side

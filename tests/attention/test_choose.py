@@ -119,7 +119,7 @@ def gpu(monkeypatch):
         (80, {"dtype": torch.float16, "block_size": 64}, "triton", "sm_80: decodes by"),
         (75, {"dtype": torch.float16}, "triton", "sm_75: decodes by vector arithmetic, prefills by torch on gathered pages"),
         (70, {"dtype": torch.float16}, "torch", "made for sm_75 and later, and this is sm_70"),
-        (90, {"dtype": torch.float32}, "torch", "in float32 torch's operations are faster"),
+        (90, {"dtype": torch.float32}, "torch", "float32 finds no room in the registers"),
         (90, {"dtype": torch.float64}, "torch", "not in float64"),
         (90, {"block_size": 24}, "torch", "powers of two, and block_size is 24"),
         (90, {"head_dim": 320}, "torch", "up to 256 numbers, and head_dim is 320"),

@@ -1,7 +1,6 @@
 """Every registered kernel against its twin in float64: by Triton's interpreter here, on a GPU where there is one.
 
-On a machine with a GPU ``pytest tests/kernels/test_specs.py``, or ``python tests/kernels/on_gpu.py``, runs them compiled, on
-the shapes that are served too. Compiling ahead of time is tested in test_aot.py.
+On a machine with a GPU they run compiled, on the shapes that are served too. Compiling ahead of time: test_aot.py.
 """
 
 import pytest
