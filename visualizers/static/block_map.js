@@ -25,42 +25,49 @@
     return `<svg class="swatch" viewBox="0 0 14 14" width="14" height="14">${shapes[kind]}</svg>`;
   }
 
+  /** A colour as a word of an image. */
+  const word = kept((hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; });
+
   const STATES = [["owned", "one owner"], ["shared", "shared, each counted once"], ["cached", "cached, may be evicted"], ["free", "free"], ["null", "null block 0"]];
 
   /** A table of numbers: each row has a name and one number for each of the columns, which are [head, width in pixels].
    *
    * Numbers change with each step, and laying out a hundred cells takes longer than all else. So they are drawn above the
-   * cells. The cells hold them too, unseen, for who listens, copies or searches: as soon as the picture stands still. */
+   * cells. The cells hold them too, unseen, for who listens, copies or searches: as soon as the picture stands still. A row
+   * belongs to its key: when one goes, the others move up as they are. */
   function mountTable(name, columns) {
     const heads = [name, ...columns.map(([head]) => head)], ends = columns.map((_, k) => columns.slice(0, k + 1).reduce((sum, [, w]) => sum + w, 0)), width = ends[ends.length - 1];
     const thead = h("thead", {}, h("tr", {}, ...heads.map((s) => h("th", {}, s)))), body = h("tbody"), last = h("tbody"), canvas = h("canvas", { "aria-hidden": "true" });
     const el = h("div", { class: "numbers" }, h("table", {}, h("colgroup", {}, h("col"), ...columns.map(([, w]) => h("col", { style: `width:${w}px` }))), thead, body, last), canvas);
     let lines = [], drawn = [], look = null, pitch = 0, resting = 0;
-    function resize(count) {
-      while (lines.length < count) {
-        const cells = heads.map(() => h("td"));
-        body.append(h("tr", {}, ...cells)); lines.push(cells);
-      }
-      while (lines.length > count) { lines.pop(); body.lastChild.remove(); }
+    function arrange(keys) {
+      const wanted = new Set(keys), drop = (i) => lines.splice(i, 1)[0].row.remove();
+      keys.forEach((key, i) => {
+        while (lines[i] && !wanted.has(lines[i].key)) drop(i);
+        if (lines[i]?.key === key) return;
+        const cells = heads.map(() => h("td")), row = h("tr", {}, ...cells);
+        body.insertBefore(row, lines[i]?.row ?? null); lines.splice(i, 0, { key, row, cells });
+      });
+      while (lines.length > keys.length) drop(keys.length);
     }
-    const write = () => drawn.forEach((texts, i) => texts.forEach((text, k) => setHtml(lines[i][k + 1], text)));
+    const write = () => drawn.forEach((texts, i) => texts.forEach((text, k) => setHtml(lines[i].cells[k + 1], text)));
     return {
       el, last,
-      /** Each row is the HTML of its name, and the texts of its numbers. */
+      /** Each row is its key, the HTML of its name, and the texts of its numbers. */
       set(rows, P) {
         const before = look;
         look = [rows.length, P.ink, window.devicePixelRatio].join(" ");
-        if (look !== before) resize(rows.length);
-        rows.forEach(([first], i) => setHtml(lines[i][0], first));
+        arrange(rows.map(([key]) => key));
+        rows.forEach(([, name], i) => setHtml(lines[i].cells[0], name));
         if (look !== before) { drawn = []; canvas.style.top = `${thead.offsetHeight}px`; pitch = rows.length && body.offsetHeight / rows.length; }
         const c = look === before ? canvas.getContext("2d") : context(canvas, width, pitch * rows.length);
         c.font = `400 12px ${FONT}`; c.fillStyle = P.ink; c.textAlign = "right"; c.textBaseline = "middle"; c.fontVariantNumeric = "tabular-nums";
-        rows.forEach(([, ...texts], i) => texts.forEach((text, k) => {
+        rows.forEach(([, , ...texts], i) => texts.forEach((text, k) => {
           if (drawn[i]?.[k] === text) return;
           c.clearRect(ends[k] - columns[k][1], i * pitch, columns[k][1], pitch);
           c.fillText(text, ends[k], (i + 0.5) * pitch + 0.5);
         }));
-        drawn = rows.map(([, ...texts]) => texts);
+        drawn = rows.map(([, , ...texts]) => texts);
         clearTimeout(resting); resting = setTimeout(write, REST);
       },
     };
@@ -69,14 +76,14 @@
   /** The tables beside the map: who owns how much, and the blocks by state. */
   function mountLegend() {
     const owners = mountTable("sequence", [["blocks", 50], ["shared", 50], ["tokens", 60], ["empty", 50]]), states = mountTable("state", [["blocks", 72]]);
-    const sum = h("td"), el = h("div", { class: "legend" }, owners.el, states.el), name = (P, [letter, number, request]) =>
+    const sum = h("td"), rest = h("p", { class: "rest" }), el = h("div", { class: "legend" }, owners.el, rest, states.el), name = (P, [letter, number, request]) =>
       swatch(P, "owned", hueOf(P, number)) + escapeHtml(letter) + (request === letter ? "" : ` <span class="id" title="${escapeHtml(request)}">${escapeHtml(request)}</span>`);
     states.last.append(h("tr", { class: "sum" }, h("td", {}, "sum, equal to the pool"), sum));
     function draw(picture, P) {
       const n = { ...picture.counts, null: 1 };
-      owners.set(picture.rows.map((row) => [name(P, row), fmt(row[3]), row[4] ? fmt(row[4]) : "·", fmt(row[5]), fmt(row[6])]), P);
-      setHtml(owners.last, picture.more_rows ? `<tr><td colspan="5">and ${plural(picture.more_rows, "sequence")} more</td></tr>` : "");
-      states.set(STATES.map(([kind, label]) => [swatch(P, kind) + label, fmt(n[kind])]), P);
+      owners.set(picture.rows.map((row) => [row[0], name(P, row), fmt(row[3]), row[4] ? fmt(row[4]) : "·", fmt(row[5]), fmt(row[6])]), P);
+      setHtml(rest, picture.more_rows ? `and ${plural(picture.more_rows, "sequence")} more` : "");
+      states.set(STATES.map(([kind, label]) => [kind, swatch(P, kind) + label, fmt(n[kind])]), P);
       setHtml(sum, fmt(Object.values(n).reduce((a, b) => a + b)));
     }
     return { el, draw };
@@ -155,7 +162,6 @@
         ids = null;
       }
       const words = new Uint32Array(image.data.buffer), packed = picture.packed, byOwner = new Map();
-      const word = (hex) => { const [r, g, b] = rgb(hex); return (255 << 24) | (b << 16) | (g << 8) | r; };
       const colours = [word(P.free), word(P.cached), 0, 0, word(P.ink3)];
       function owned(owner) {
         let found = byOwner.get(owner);
