@@ -117,11 +117,11 @@ def _frame(sender: Sender, viewer: _Viewer, first: int, whole: bool) -> tuple[di
 
 
 def _runs(cells: bytes) -> bytes:
-    """Equal neighbours once, each after their number: 32-bit words, little-endian."""
+    """Equal neighbours once: the cell of each run, then the runs' lengths as 32-bit words, little-endian."""
     words = np.frombuffer(cells, dtype="<u8")
     starts = np.flatnonzero(np.concatenate(([True], words[1:] != words[:-1])))
     lengths = np.diff(starts, append=len(words)).astype("<u4")
-    return np.column_stack((lengths, words[starts].view("<u4").reshape(-1, 2))).tobytes()
+    return words[starts].tobytes() + lengths.tobytes()
 
 
 def _text(content: bytes) -> str:

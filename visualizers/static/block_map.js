@@ -33,13 +33,13 @@
   /** A table of numbers: each row has a name and one number for each of the columns, which are [head, width in pixels].
    *
    * Numbers change with each step, and laying out a hundred cells takes longer than all else. So they are drawn above the
-   * cells. The cells hold them too, unseen, for who listens, copies or searches: as soon as the picture stands still. A row
-   * belongs to its key: when one goes, the others move up as they are. */
+   * cells, where the browser has laid these out. The cells hold them too, unseen, for who listens, copies or searches: as
+   * soon as the picture stands still. A row belongs to its key: when one goes, the others move up as they are. */
   function mountTable(name, columns) {
     const heads = [name, ...columns.map(([head]) => head)], ends = columns.map((_, k) => columns.slice(0, k + 1).reduce((sum, [, w]) => sum + w, 0)), width = ends[ends.length - 1];
     const thead = h("thead", {}, h("tr", {}, ...heads.map((s) => h("th", {}, s)))), body = h("tbody"), last = h("tbody"), canvas = h("canvas", { "aria-hidden": "true" });
     const el = h("div", { class: "numbers" }, h("table", {}, h("colgroup", {}, h("col"), ...columns.map(([, w]) => h("col", { style: `width:${w}px` }))), thead, body, last), canvas);
-    let lines = [], drawn = [], look = null, pitch = 0, resting = 0;
+    let lines = [], numbers = [], drawn = [], look = null, ink = "", pitch = 0, resting = 0;
     function arrange(keys) {
       const wanted = new Set(keys), drop = (i) => lines.splice(i, 1)[0].row.remove();
       keys.forEach((key, i) => {
@@ -50,24 +50,36 @@
       });
       while (lines.length > keys.length) drop(keys.length);
     }
-    const write = () => drawn.forEach((texts, i) => texts.forEach((text, k) => setHtml(lines[i].cells[k + 1], text)));
+    const write = () => numbers.forEach((texts, i) => texts.forEach((text, k) => setHtml(lines[i].cells[k + 1], text)));
+    /** Those that are not there yet. */
+    function draw() {
+      const before = look;
+      look = [numbers.length, pitch, ink, window.devicePixelRatio].join(" ");
+      if (look !== before) drawn = [];
+      const c = look === before ? canvas.getContext("2d") : context(canvas, width, pitch * numbers.length);
+      c.font = `400 12px ${FONT}`; c.fillStyle = ink; c.textAlign = "right"; c.textBaseline = "middle"; c.fontVariantNumeric = "tabular-nums";
+      numbers.forEach((texts, i) => texts.forEach((text, k) => {
+        if (drawn[i]?.[k] === text) return;
+        c.clearRect(ends[k] - columns[k][1], i * pitch, columns[k][1], pitch);
+        c.fillText(text, ends[k], (i + 0.5) * pitch + 0.5);
+      }));
+      drawn = numbers;
+    }
+    new ResizeObserver(() => {
+      if (!lines.length) return;
+      canvas.style.top = `${thead.offsetHeight}px`;
+      pitch = body.offsetHeight / lines.length;
+      draw();
+    }).observe(el);
     return {
       el, last,
       /** Each row is its key, the HTML of its name, and the texts of its numbers. */
       set(rows, P) {
-        const before = look;
-        look = [rows.length, P.ink, window.devicePixelRatio].join(" ");
+        const resized = rows.length !== lines.length;
         arrange(rows.map(([key]) => key));
         rows.forEach(([, name], i) => setHtml(lines[i].cells[0], name));
-        if (look !== before) { drawn = []; canvas.style.top = `${thead.offsetHeight}px`; pitch = rows.length && body.offsetHeight / rows.length; }
-        const c = look === before ? canvas.getContext("2d") : context(canvas, width, pitch * rows.length);
-        c.font = `400 12px ${FONT}`; c.fillStyle = P.ink; c.textAlign = "right"; c.textBaseline = "middle"; c.fontVariantNumeric = "tabular-nums";
-        rows.forEach(([, , ...texts], i) => texts.forEach((text, k) => {
-          if (drawn[i]?.[k] === text) return;
-          c.clearRect(ends[k] - columns[k][1], i * pitch, columns[k][1], pitch);
-          c.fillText(text, ends[k], (i + 0.5) * pitch + 0.5);
-        }));
-        drawn = rows.map(([, , ...texts]) => texts);
+        numbers = rows.map(([, , ...texts]) => texts); ink = P.ink;
+        if (!resized && pitch) draw();
         clearTimeout(resting); resting = setTimeout(write, REST);
       },
     };

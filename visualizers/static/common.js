@@ -31,9 +31,8 @@ const on = kept((hex) => { const l = luminance(hex) + 0.05; return 1.05 / l > l 
 const hueOf = (P, number) => P["h" + (number ?? 8)];
 
 const escapeHtml = (s) => String(s).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
-const NUMBERS = new Intl.NumberFormat("en-US");
-/** With commas. Most numbers are small and whole, and a format of the language takes long for those. */
-const fmt = (n = 0) => (Number.isInteger(n) && n >= 0 && n < 1000 ? String(n) : NUMBERS.format(n ?? 0));
+/** A whole number with commas. The language's own format takes longer to be made than the first picture may. */
+const fmt = (n) => String(n ?? 0).replace(/\B(?=(\d{3})+$)/g, ",");
 const plural = (n, what) => `${fmt(n)} ${what}${n === 1 ? "" : "s"}`;
 const duration = (s) => (s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(2)} s`);
 

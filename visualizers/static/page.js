@@ -1,7 +1,7 @@
 // An exported page: the view of shell.js over frames that lie in the page itself. No kernel, no network.
 //
 // `opening` is { shown: [[name, title, question]], heading, marks, first, count, size, frame }: the last frame is there at once,
-// with its buffers as runs: 32-bit words of (cells, the two words of each). It is not packed, since unpacking lets others have
+// with its buffers as runs: the cell of each, 64 bits, then how many there are, 32 bits. It is not packed, since unpacking lets others have
 // their turn: the page draws it while the rest is still being read.
 // All frames lie in chunks of `size`, each packed in an element of its own, and are unpacked when somebody goes there. A frame
 // is { transport, changes: { figure: { key: value } }, buffers: [base64] }; the first of each chunk is whole.
@@ -23,12 +23,11 @@ async function unpack(text) {
 
 /** The bytes of all cells, from their runs. */
 function cellsOf(runs) {
-  const words = new Uint32Array(bytesOf(runs).buffer);
-  let count = 0, at = 0;
-  for (let i = 0; i < words.length; i += 3) count += words[i];
-  const cells = new Uint32Array(2 * count);
-  for (let i = 0; i < words.length; i += 3) for (let k = 0; k < words[i]; k++) { cells[at++] = words[i + 1]; cells[at++] = words[i + 2]; }
-  return new Uint8Array(cells.buffer);
+  const { buffer, length } = bytesOf(runs), cells = new BigUint64Array(buffer, 0, length / 12), lengths = new Uint32Array(buffer, (length / 3) * 2);
+  const all = new BigUint64Array(lengths.reduce((a, b) => a + b, 0));
+  let at = 0;
+  lengths.forEach((number, i) => all.fill(cells[i], at, (at += number)));
+  return new Uint8Array(all.buffer);
 }
 
 /** The text of a chunk, once the page is read up to there. */

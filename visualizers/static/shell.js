@@ -6,7 +6,7 @@
 const SPEEDS = [2, 8, 20, 60];
 const END = 8;  // half a thumb: what the scrubber leaves free at either end, as a native range does
 const QUIET = 400; // milliseconds without a frame
-const APART = 50; // milliseconds in which the first picture comes to the screen
+const APART = 50; // milliseconds in which the first picture comes to the screen, and nothing else is done
 
 const ICONS = {
   back: "M2 2h2v10H2zM12 2v10L5 7z", forward: "M10 2h2v10h-2zM2 2v10l7-5z", play: "M3 1.5v11l9-5.5z", pause: "M3 2h3v10H3zM8 2h3v10H8z",
@@ -61,7 +61,7 @@ function mountTransport(root, act, toggleTheme) {
   measured.observe(scrub);
 
   function drawTicks(P) {
-    const width = scrubWidth || (scrubWidth = scrub.clientWidth), c = context(ticks, width, 34), span = state.count - 1 - state.first;
+    const width = scrubWidth, c = context(ticks, width, 34), span = state.count - 1 - state.first;
     const X = (k) => END + (span > 0 ? (Math.max(0, k - state.first) / span) * (width - 2 * END) : 0);
     c.fillStyle = P.rule; c.fillRect(END, 16, width - 2 * END, 3);
     c.fillStyle = P.ink; c.fillRect(END, 16, X(Math.max(0, state.position)) - END, 3);
@@ -95,7 +95,7 @@ function mountTransport(root, act, toggleTheme) {
       setHtml(speed, `${transport.speed} steps/s`);
       scrubber.min = state.first; scrubber.max = Math.max(0, transport.count - 1); scrubber.value = Math.max(0, transport.position);
       scrubber.setAttribute("aria-valuetext", `${where}: ${why.textContent.slice(4)}`);
-      drawTicks(P);
+      if (scrubWidth) drawTicks(P); // else when the page is laid out
     },
   };
 }
@@ -149,20 +149,21 @@ function render({ model, el }) {
     if (ui.pinned !== last.transport.pinned) { ui.pinned = last.transport.pinned; Object.keys(mounted).forEach((name) => stale.add(name)); }
     if (transport) transport.draw(last.transport, ui.palette);
     if (width === 0) return;
-    const opening = root.dataset.position === undefined;
+    const opening = !isShown();
     for (const name of [...stale]) {
-      const picture = last.pictures[name], { caption, drawing, figure } = mounted[name];
+      const picture = last.pictures[name], { caption, drawing } = mounted[name];
       if (!picture || (hidden.has(name) && !all)) continue;
-      if (opening && figure.getBoundingClientRect().top > window.innerHeight) break; // what is in sight comes first
       stale.delete(name);
       setHtml(caption, captionHtml(picture.caption));
       drawing.draw(picture);
+      if (opening) break; // the others come when the first one is seen, and it is known which are near
     }
     root.dataset.position = last.transport.position;
     clearTimeout(quiet);
-    if (opening && stale.size) setTimeout(schedule, APART); // when it is known which are near
+    if (opening) setTimeout(() => { steady.observe(); schedule(); }, APART);
     if (stale.size) quiet = setTimeout(draw, QUIET, 0, true); // out of sight, but somebody may print the page
   }
+  const isShown = () => root.dataset.position !== undefined;
   function schedule() { if (!queued) { queued = true; requestAnimationFrame(draw); } }
 
   function take(message, buffers) {
@@ -176,7 +177,8 @@ function render({ model, el }) {
       }
       last = { ...message, pictures };
       if (transport) transport.marks(message.marks, message.whole);
-      schedule();
+      if (!isShown()) draw();
+      else schedule();
     } else if (message.type === "said" && transport) { transport.say(message.text); schedule(); }
     else if (message.type === "card") ui.cardListeners.forEach((callback) => callback(message.card));
   }
@@ -224,7 +226,8 @@ function watchWhatIsSeen(mounted, hidden, appeared) {
   return observer;
 }
 
-/** Each part keeps the greatest height it had at this width: what is under the pointer stays there while the engine runs. */
+/** Each part keeps the greatest height it had at this width: what is under the pointer stays there while the engine runs.
+ * From `observe` on, since to set heights is to lay the page out again. */
 function keepHeights(parts) {
   let width = null;
   const observer = new ResizeObserver((entries) => {
@@ -233,8 +236,8 @@ function keepHeights(parts) {
       if (height > (parseFloat(target.style.minHeight) || 0)) target.style.minHeight = `${height}px`;
     }
   });
-  parts.forEach((part) => observer.observe(part));
   return {
+    observe() { parts.forEach((part) => observer.observe(part)); },
     reset(newWidth) {
       if (newWidth !== width) parts.forEach((part) => { part.style.minHeight = ""; });
       width = newWidth;
