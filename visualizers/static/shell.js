@@ -104,7 +104,7 @@ function mountTransport(root, act, toggleTheme) {
 function render({ model, el }) {
   const root = h("div", { class: "refimpl", tabindex: "-1" });
   el.append(root);
-  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = null, quiet = 0;
+  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = root.clientWidth, quiet = 0; // read while there is nothing to lay out
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const mounted = {}, stale = new Set(), hidden = new Set();
   /** All figures are to be drawn anew. */
@@ -119,6 +119,7 @@ function render({ model, el }) {
     send: act, pin: (request) => act({ type: "pin", request }), seek: (position) => act({ type: "seek", position }),
     redraw: () => everything(), cardListeners: [], onCard(callback) { this.cardListeners.push(callback); },
   };
+  applyTheme();
   const toggleTheme = () => { chosenTheme = ui.theme === "dark" ? "light" : "dark"; applyTheme(); everything(); };
   function applyTheme() {
     ui.theme = chosenTheme ?? pageTheme();
@@ -136,13 +137,12 @@ function render({ model, el }) {
     root.append(figure);
     mounted[name] = { caption, figure, drawing: figures[name].mount(body, ui) };
   }
-  applyTheme();
 
   function draw(_now, all = false) {
     if (!all) queued = false;
     if (!last || !root.isConnected) return;
     if (!ui.palette.bg) applyTheme();  // the styles were not there yet when the view was made
-    width ??= root.clientWidth;
+    width ||= root.clientWidth;
     const room = Math.max(320, Math.min(1216, width - 24));
     if (room !== ui.width) act({ type: "width", width: (ui.width = room) });
     root.classList.toggle("wide", ui.width >= 1000);
