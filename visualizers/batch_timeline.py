@@ -7,7 +7,6 @@ overview above it, a small grid in which events are never averaged away.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
@@ -70,10 +69,10 @@ class BatchTimeline:
             "holds": [_hold(timeline, hold) for hold in timeline.holds.between(first, last)],
             "tip": _tip(timeline, shown, position, first),
             "most_drawn": timeline.most_drawn,
-            "tokens": {name: [getattr(column, name) for column in steps] for name in ("prefill", "decode", "padding")},
+            "tokens": _series(steps, "prefill", "decode", "padding"),
             "budget": history.config["max_num_batched_tokens"],
             "most_tokens": timeline.most_tokens,
-            "blocks": {name: [getattr(column, name) for column in steps] for name in ("owned", "shared", "cached")},
+            "blocks": _series(steps, "owned", "shared", "cached"),
             "num_blocks": history.config["num_blocks"],
             "overview": None if whole else _overview(timeline),
         }
@@ -81,6 +80,11 @@ class BatchTimeline:
     def svg(self, picture: Picture, palette: Palette) -> str:
         """The same without a browser, as wide as a notebook."""
         return batch_timeline_svg.draw(picture, palette)
+
+
+def _series(steps: list[Column], *names: str) -> dict[str, list[int]]:
+    """Some numbers of the columns, by name."""
+    return {name: list(map(attrgetter(name), steps)) for name in names}
 
 
 def columns_in(width: int) -> int:
@@ -169,7 +173,8 @@ def _row(timeline: Timeline, row: Row, first: int, last: int) -> dict[str, Any]:
     latency = None if row.first_token_at is None or not begins else row.first_token_at - row.arrived_at
     oldest = bisect_left(row.decisions, (timeline.columns.first,))
     start = max(oldest, bisect_left(row.decisions, (first,)) - 1)
-    end = bisect_left(row.decisions, (last,))
+    decisions = row.decisions[start : bisect_left(row.decisions, (last,))]
+    steps = timeline.columns.pick(column for column, _ in decisions)
     return {
         "letter": row.letter,
         "name": row.name,
@@ -183,12 +188,12 @@ def _row(timeline: Timeline, row: Row, first: int, last: int) -> dict[str, Any]:
         "waited": waited if begins else None,
         "first_token": latency,
         "tokens": tokens,
-        "reasons": [[column, timeline.columns[column].step, text] for column, text in row.decisions[start:end]],
+        "reasons": [[column, told.step, text] for (column, text), told in zip(decisions, steps, strict=True)],
     }
 
 
-def _between(columns: Iterable[int], first: int, last: int) -> list[int]:
-    return [column for column in columns if first <= column < last]
+def _between(columns: list[int], first: int, last: int) -> list[int]:
+    return columns[bisect_left(columns, first) : bisect_left(columns, last)] if columns else []
 
 
 def _hold(timeline: Timeline, hold: Hold) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ class Column:
         """Fine bins: 16 bits hold the numbers of all."""
         self._counts = np.zeros(_NUM_BARS * _SLICES, dtype=np.int64)
         """By fine bin, those that are kept."""
+        self._lowest, self._highest = np.full(len(self._counts), np.inf), np.zeros(len(self._counts))
+        """By fine bin, of all there ever were."""
         self._size = 0
         self._first = 0
         """How many are forgotten."""
@@ -81,6 +84,8 @@ class Column:
         self._seconds[self._size : end] = np.repeat(new, self._times)
         self._bins[self._size : end] = np.repeat(bins, self._times)
         self._counts += np.bincount(self._bins[self._size : end], minlength=len(self._counts))
+        np.minimum.at(self._lowest, bins, new)
+        np.maximum.at(self._highest, bins, new)
         self._size, self._num_new = end, 0
         self._new.clear()
         self._times.clear()
@@ -116,11 +121,11 @@ class Column:
         rank = (size - 1) * share
         low, high = int(rank), min(int(rank) + 1, size - 1)
         first, last = np.searchsorted(ends, (low, high), side="right")  # between these two fine bins all are empty
+        if math.isclose(self._lowest[first], self._highest[last], rel_tol=1e-9):  # steps of a virtual clock
+            return float(self._lowest[first])
         chosen = self._bins[:size] == first
         if last != first:
             chosen |= self._bins[:size] == last
         values, before = self._seconds[:size][chosen], int(ends[first - 1]) if first else 0
-        if values.min() == values.max():  # steps of a virtual clock
-            return float(values[0])
         a, b = np.partition(values, (low - before, high - before))[[low - before, high - before]]
         return float(a + (b - a) * (rank - low))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from refimpl.visualizers import host_strip
@@ -20,6 +19,8 @@ Holder = Sequence[Any]
 """One segment of a bar: letter, request id, hue, slots that hold a token, slots held, owners.
 
 Where there are several owners, a list of their request ids, and one of their hues."""
+Shared = tuple[int, int, tuple[int, ...]]
+"""An entry of a table, the block that stands there, and the block's owners."""
 
 
 class MemoryView:
@@ -33,9 +34,8 @@ class MemoryView:
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""
         state = history.state_at(position)
-        alive = state.alive()
-        sequences = [sequence for sequence in alive if sequence.table]
-        holding = [sequence for sequence in alive if state.num_device_blocks(sequence)]
+        holding = state.holders()
+        sequences = [sequence for sequence in holding if sequence.table]
         holders, usage = _usage(state, holding)
         reserves = bool(history.config.get("reserved_blocks"))
         run = max(1, -(-history.config["max_model_len"] // state.block_size))
@@ -66,11 +66,19 @@ class MemoryView:
 def _usage(state: State, sequences: Sequence[SequenceState]) -> tuple[list[Holder], dict[str, int]]:
     """What the tables hold, each shared block once. O(sequences and entries of tables that are shared)."""
     shared = _shared(state)
-    holders = list(chain.from_iterable(_holders(state, sequence, shared) for sequence in sequences))
+    holders: list[Holder] = []
+    seen = 0
+    for sequence in sequences:
+        held = state.num_device_blocks(sequence) * state.block_size
+        tokens = min(sequence.num_computed_tokens, held)  # of a swapped one, those in the head of its table
+        seen += tokens
+        if sequence.sequence_id in shared:
+            holders += _holders(state, sequence, shared[sequence.sequence_id], tokens, held)
+        else:
+            holders.append((sequence.letter, sequence.request_id, sequence.hue, tokens, held, 1))
     counts = state.counts()
     used = counts["owned"] + counts["shared"]
-    seen = sum(_tokens_here(state, sequence) for sequence in sequences)
-    filled = sum(holder[3] for holder in holders)
+    filled = sum([holder[3] for holder in holders])
     return holders, {
         "num_sequences": len(sequences),
         "used_blocks": used,
@@ -82,14 +90,9 @@ def _usage(state: State, sequences: Sequence[SequenceState]) -> tuple[list[Holde
     }
 
 
-def _tokens_here(state: State, sequence: SequenceState) -> int:
-    """Of a swapped sequence, those in blocks that it holds on the device, which are the head of its table."""
-    return min(sequence.num_computed_tokens, state.num_device_blocks(sequence) * state.block_size)
-
-
-def _shared(state: State) -> dict[int, list[tuple[int, int, tuple[int, ...]]]]:
-    """By sequence, its shared blocks in order: (entry of its table, block, owners)."""
-    found: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
+def _shared(state: State) -> dict[int, list[Shared]]:
+    """By sequence, its shared blocks in order."""
+    found: dict[int, list[Shared]] = {}
     for block_id, owners in state.shared_blocks(state.num_blocks):
         for owner in owners:
             found.setdefault(owner, []).append((state.blocks.index(block_id), block_id, owners))
@@ -98,14 +101,11 @@ def _shared(state: State) -> dict[int, list[tuple[int, int, tuple[int, ...]]]]:
     return found
 
 
-def _holders(
-    state: State, sequence: SequenceState, shared: dict[int, list[tuple[int, int, tuple[int, ...]]]]
-) -> list[Holder]:
+def _holders(state: State, sequence: SequenceState, shared: list[Shared], filled: int, held: int) -> list[Holder]:
     """The shared blocks of which the sequence is the oldest owner, by who the others are, and its own ones."""
     size = state.block_size
-    filled, held = _tokens_here(state, sequence), state.num_device_blocks(sequence) * size
     groups: dict[tuple[int, ...], list[Any]] = {}
-    for index, block_id, owners in shared.get(sequence.sequence_id, ()):
+    for index, block_id, owners in shared:
         filled -= min(size, max(0, sequence.num_computed_tokens - index * size))
         held -= size
         if owners[0] == sequence.sequence_id:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, Self
 
 import numpy as np
@@ -46,6 +46,8 @@ class State:
         self.record: StepRecord | None = None
         """The record applied last."""
         self._sequences: dict[int, SequenceState] = {}
+        self._alive: list[SequenceState] | None = None
+        """What ``alive`` answered since the last record."""
         self._batch = LastBatch()
         self.num_requests = 0
         self.num_finished = 0
@@ -119,8 +121,15 @@ class State:
         return len(sequence.table) or len(self.swapped.held(sequence.sequence_id))
 
     def alive(self) -> list[SequenceState]:
-        """Sequences that wait, run or pad a batch, in order of age."""
-        return [sequence for _, sequence in sorted(self.sequences.items()) if sequence.phase != "finished"]
+        """Sequences that wait, run or pad a batch, in order of age. The list is the state's own, until the next record."""
+        if self._alive is None:
+            self._alive = [sequence for _, sequence in sorted(self.sequences.items()) if sequence.phase != "finished"]
+        return self._alive
+
+    def holders(self) -> list[SequenceState]:
+        """Those of them that own blocks on the device, swapped or not."""
+        tables = self.swapped.tables
+        return [one for one in self.alive() if one.table or (tables and self.swapped.held(one.sequence_id))]
 
     def sentences(self) -> list[tuple[str, str]]:
         """(letter of the sequence, why) for each decision of the last record, in words."""
@@ -139,6 +148,7 @@ class State:
         for sequence_id in self._ended:
             del self._sequences[sequence_id]
         self._ended.clear()
+        self._alive = None
         self.truncated |= self.record is None and record.step > 0
         self.record = record
         if self._batch.goes_on(record):
@@ -190,12 +200,12 @@ class State:
         """What the step computed: keys and values, tokens, ends."""
         sequences = self._sequences
         self._batch.begin(record)
-        for sequence_id, num_new_tokens in zip(record.sequence_ids, record.num_new_tokens, strict=True):
-            if (sequence := sequences.get(sequence_id)) is not None and sequence.phase != "finished":
-                sequence.num_computed_tokens += num_new_tokens
-        for sequence_id, token_id, text in zip(record.sequence_ids, record.token_ids, record.token_texts, strict=False):
-            sequence = sequences.get(sequence_id) if token_id != NO_TOKEN else None
-            if sequence is not None and sequence.phase != "finished":
+        rows = zip_longest(record.sequence_ids, record.num_new_tokens, record.token_ids, record.token_texts, fillvalue=NO_TOKEN)
+        for sequence_id, num_new_tokens, token_id, text in rows:
+            if (sequence := sequences.get(sequence_id)) is None or sequence.phase == "finished":
+                continue
+            sequence.num_computed_tokens += num_new_tokens
+            if token_id != NO_TOKEN:
                 if len(sequence.texts) == sequence.num_tokens:
                     sequence.texts.append(text)
                 sequence.num_tokens += 1

@@ -115,7 +115,8 @@ class Timeline:
 
     def around(self, column: int) -> list[int]:
         """Rows that held a slot, or headed the queue, at the page's edges before and after a column."""
-        return [index for index in self.presence.around(column, self._present()) if index >= self.rows.first]
+        found, first = self.presence.around(column, self._present()), self.rows.first
+        return [index for index in found if index >= first] if first else found
 
     def forget(self, first: int) -> None:
         """Let go of all before a column, and of the rows that had gone by then. The overview stays that of the whole log."""
