@@ -39,7 +39,7 @@ class BlockMap:
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """Cells as packed bytes (:data:`CELL`), and the sequences that own them."""
         state = history.state_at(position)
-        owners = state.holders()
+        owners = [one for one in state.alive() if one.table or state.num_device_blocks(one)]
         counts = state.counts()
         shared = {block: list(ids) for block, ids in state.shared_blocks(MOST_SHARED)}
         shared_of = Counter(chain.from_iterable(state.blocks.shared.values()))

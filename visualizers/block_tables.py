@@ -198,7 +198,7 @@ def _caption(
     writer_id, copy = copies[0]
     writer, owners = state.sequences[writer_id], state.block(copy.source).owners
     unknown = "" if not state.truncated else " The log begins in the middle of a run: owners from before it are not known."
-    stay = sum(state.num_owners(block_id) > 1 for block_id in writer.table if block_id != copy.source)
+    stay = sum(state.blocks.count(block_id) > 1 for block_id in writer.table if block_id != copy.source)
     others = f"; {count(stay, 'other block')} of its table {'stays' if stay == 1 else 'stay'} shared" if stay else ""
     left = f" {len(shown)} of the {len(owners)} tables are drawn." if len(shown) < len(owners) else ""
     several = f"{_several(state, copies)} " if len(copies) > 1 else ""
@@ -229,7 +229,7 @@ def _tables_now(state: State) -> Picture:
     """Up to four tables as they are: those whose last block is shared first, then those that share others."""
     holders = [sequence for sequence in state.alive() if sequence.table]
     if state.blocks.shared:
-        holders.sort(key=lambda s: (state.num_owners(s.table[-1]) < 2, state.num_owners(s.table[0]) < 2))
+        holders.sort(key=lambda s: (state.blocks.count(s.table[-1]) < 2, state.blocks.count(s.table[0]) < 2))
     shown = holders[:MAX_TABLES]
     picture: Picture = {"kind": "tables", "panels": [], "tokens": [], "next": []}
     if not shown:

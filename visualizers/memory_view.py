@@ -34,7 +34,7 @@ class MemoryView:
     def picture(self, history: History, position: int, look: Look = WHOLE) -> Picture:
         """The bars, their numbers, and ``usage``: the same counts as ``Engine.memory_report`` gives."""
         state = history.state_at(position)
-        holding = state.holders()
+        holding = [one for one in state.alive() if one.table or state.num_device_blocks(one)]
         sequences = [sequence for sequence in holding if sequence.table]
         holders, usage = _usage(state, holding)
         reserves = bool(history.config.get("reserved_blocks"))

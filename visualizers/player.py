@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SHARE = 0.03
 """Of the wall time, for drawing: where a frame is dear, fewer are drawn."""
-MOST_FRAMES, FEWEST_FRAMES = 20, 5
+MOST_FRAMES, FEWEST_FRAMES = 20, 6
 """A second. Fewer would look as if the engine stood; a frame that is so dear takes more than the share."""
 TRIES = 3
 SPEEDS = (2, 8, 20, 60)
@@ -199,14 +199,14 @@ class Player:
                     log.warning("the log cannot be followed further", exc_info=True)
                     self._thread = None
                     return
-            started = time.thread_time()
+            started, began = time.thread_time(), time.monotonic()
             for listener in listeners:
                 try:
                     listener()
                 except Exception:
                     log.warning("a widget could not be drawn and is let go: %r", listener, exc_info=True)
                     self._drop(listener)
-            self._urgent.wait(pause_after(time.thread_time() - started))
+            self._urgent.wait(pause_after(time.thread_time() - started, time.monotonic() - began))
 
     def _advance(self) -> None:
         """While playing: as many steps as the time since the last frame asks for."""
@@ -222,9 +222,9 @@ class Player:
                 self.playing, self.live = False, self.engine is None
 
 
-def pause_after(used: float) -> float:
-    """Seconds to wait after a frame that took ``used`` seconds of the processor; waiting for the engine costs it nothing."""
-    return min(1 / FEWEST_FRAMES, max(1 / MOST_FRAMES, used / SHARE)) - min(used, 1 / MOST_FRAMES)
+def pause_after(used: float, took: float) -> float:
+    """Seconds to wait after a frame that took so long, of which it ``used`` the processor: the rest, the engine had it."""
+    return max(0.0, min(1 / FEWEST_FRAMES, max(1 / MOST_FRAMES, used / SHARE)) - min(took, 1 / MOST_FRAMES))
 
 
 def _newer(log_: EventLog, step: int) -> list[StepRecord]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -99,10 +99,6 @@ class State:
             filled[one] = self.block(one).fill
         return filled
 
-    def num_owners(self, block_id: int) -> int:
-        """In how many tables a block stands."""
-        return self.blocks.count(block_id)
-
     def shared_blocks(self, most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """(block, its owners' sequence ids) of blocks in several tables, at most so many."""
         return islice(((block_id, tuple(owners)) for block_id, owners in self.blocks.shared.items()), most)
@@ -125,11 +121,6 @@ class State:
         if self._alive is None:
             self._alive = [sequence for _, sequence in sorted(self.sequences.items()) if sequence.phase != "finished"]
         return self._alive
-
-    def holders(self) -> list[SequenceState]:
-        """Those of them that own blocks on the device, swapped or not."""
-        tables = self.swapped.tables
-        return [one for one in self.alive() if one.table or (tables and self.swapped.held(one.sequence_id))]
 
     def sentences(self) -> list[tuple[str, str]]:
         """(letter of the sequence, why) for each decision of the last record, in words."""
@@ -200,12 +191,12 @@ class State:
         """What the step computed: keys and values, tokens, ends."""
         sequences = self._sequences
         self._batch.begin(record)
-        rows = zip_longest(record.sequence_ids, record.num_new_tokens, record.token_ids, record.token_texts, fillvalue=NO_TOKEN)
-        for sequence_id, num_new_tokens, token_id, text in rows:
-            if (sequence := sequences.get(sequence_id)) is None or sequence.phase == "finished":
-                continue
-            sequence.num_computed_tokens += num_new_tokens
-            if token_id != NO_TOKEN:
+        for sequence_id, num_new_tokens in zip(record.sequence_ids, record.num_new_tokens, strict=True):
+            if (sequence := sequences.get(sequence_id)) is not None and sequence.phase != "finished":
+                sequence.num_computed_tokens += num_new_tokens
+        for sequence_id, token_id, text in zip(record.sequence_ids, record.token_ids, record.token_texts, strict=False):
+            sequence = sequences.get(sequence_id) if token_id != NO_TOKEN else None
+            if sequence is not None and sequence.phase != "finished":
                 if len(sequence.texts) == sequence.num_tokens:
                     sequence.texts.append(text)
                 sequence.num_tokens += 1

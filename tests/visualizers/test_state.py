@@ -57,7 +57,7 @@ def assert_same_swap(state, driver, snapshot):
     assert state.num_host_blocks == snapshot.num_host_blocks
     assert state.swapped.num_used == snapshot.num_host_blocks - len(snapshot.host_free_ids)
     assert {host_id: len(owners) for host_id, owners in state.swapped.owners().items()} == snapshot.host_ref_counts
-    assert {b: state.num_owners(b) for b in range(state.num_blocks + 1) if state.num_owners(b)} == snapshot.ref_counts
+    assert {b: state.blocks.count(b) for b in range(state.num_blocks + 1) if state.blocks.count(b)} == snapshot.ref_counts
     for sequence_id in swapped:
         assert state.sequences[sequence_id].num_computed_tokens == snapshot.num_computed_tokens[sequence_id]
         preemptions = driver.scheduler.sequences[sequence_id].num_preemptions

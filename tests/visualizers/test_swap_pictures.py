@@ -113,7 +113,7 @@ def test_the_tables_say_which_logical_blocks_are_on_the_host():
     picture = block_tables.FIGURE.picture(history, len(history) - 1)
     assert picture["swapped"] == lines(state)
     assert "is swapped out" in block_tables.FIGURE.svg(picture, LIGHT)
-    assert {state.num_owners(block_id) for _, block_id in state.swapped.held(sequence_id)} == {2}
+    assert {state.blocks.count(block_id) for _, block_id in state.swapped.held(sequence_id)} == {2}
 
 
 def test_more_swapped_sequences_than_fit_are_counted():

@@ -397,9 +397,14 @@ def test_an_engine_whose_outputs_only_wait_to_be_returned_cannot_be_driven(engin
 
 
 def test_the_pause_after_a_frame_keeps_to_the_share_within_the_frame_rates():
-    assert pause_after(0.0) == 1 / MOST_FRAMES
-    assert pause_after(0.004) + 0.004 == pytest.approx(0.004 / SHARE)
-    assert pause_after(0.04) + 0.04 == pytest.approx(1 / FEWEST_FRAMES)
+    assert pause_after(0.0, 0.0) == 1 / MOST_FRAMES
+    assert pause_after(0.004, 0.004) + 0.004 == pytest.approx(0.004 / SHARE)
+    assert pause_after(0.04, 0.04) + 0.04 == pytest.approx(1 / FEWEST_FRAMES)
+
+
+def test_time_in_which_the_engine_had_the_processor_is_part_of_a_frames_period_but_not_all_of_it():
+    assert pause_after(0.004, 0.02) + 0.02 == pytest.approx(0.004 / SHARE)
+    assert pause_after(0.004, 2.0) == pytest.approx(0.004 / SHARE - 1 / MOST_FRAMES)
 
 
 # ---------------------------------------------------------------------- the player
