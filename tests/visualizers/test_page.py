@@ -133,12 +133,13 @@ def test_an_exported_page_steps_and_plays_without_a_kernel(browser, tmp_path):
 
 @needs_browser
 def test_a_large_map_that_is_painted_by_changes_is_the_one_painted_whole(browser, tmp_path):
-    driver = Driver(num_blocks=25_000, block_size=16, max_num_seqs=60, max_num_batched_tokens=20_000, max_model_len=4_000)
-    for number in range(60):
+    driver = Driver(num_blocks=25_000, block_size=16, max_num_seqs=24, max_num_batched_tokens=4_000, max_model_len=4_000)
+    for number in range(24):
         driver.add([number + 1] * (200 + 37 * number), max_tokens=6)
     log: EventLog = driver.recorder.events
     for _ in range(12):
         driver.step()
+    assert len(log.records) > 8
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.goto(export_html(log, tmp_path / "run.html", [BLOCK_MAP]).as_uri())
     tab.wait_for_selector(".refimpl[data-position]")

@@ -16,10 +16,11 @@ const icon = (name) => `<svg viewBox="0 0 14 14" width="14" height="14" fill="cu
 
 /** "light" or "dark", as the page around says: JupyterLab, VS Code, Colab, or the system. */
 function pageTheme() {
-  const body = document.body, root = document.documentElement;
+  const body = document.body, root = document.documentElement, is = (name) => body.classList.contains(name);
   if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "false" ? "dark" : "light";
-  if (body.classList.contains("vscode-dark") || root.getAttribute("theme") === "dark") return "dark";
-  if (body.classList.contains("vscode-light") || root.getAttribute("theme") === "light") return "light";
+  if (is("vscode-light") || is("vscode-high-contrast-light")) return "light"; // the latter is an ordinary high contrast too
+  if (is("vscode-dark") || is("vscode-high-contrast")) return "dark";
+  if (["light", "dark"].includes(root.getAttribute("theme"))) return root.getAttribute("theme");
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
 
@@ -105,7 +106,7 @@ function render({ model, el }) {
   const root = h("div", { class: "refimpl", tabindex: "-1" });
   el.append(root);
   let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = root.clientWidth, quiet = 0; // read while there is nothing to lay out
-  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches || document.body.classList.contains("vscode-reduce-motion");
   const mounted = {}, stale = new Set(), hidden = new Set();
   /** All figures are to be drawn anew. */
   const everything = () => { Object.keys(mounted).forEach((name) => stale.add(name)); schedule(); };
@@ -209,6 +210,7 @@ function render({ model, el }) {
   const watched = watchWhatIsSeen(mounted, hidden, () => stale.size && schedule());
   const themed = new MutationObserver(() => { applyTheme(); everything(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
+  themed.observe(document.documentElement, { attributes: true, attributeFilter: ["theme"] });
   act({ type: "hello" });
   return () => { clearTimeout(quiet); [resized, steady, themed, watched].forEach((one) => one.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
 }
