@@ -28,7 +28,7 @@ GENERATE = "llm.generate(['A river', 'A hill'], SamplingParams(max_tokens=None, 
 
 @pytest.fixture(scope="module")
 def course(smollm2, tmp_path_factory, request):
-    """Gives a notebook by name, in a page of its own. All that are asked for run from the beginning, the longest one first."""
+    """Gives a notebook by name, in a page of its own. All that are asked for run from the beginning, the longest first."""
     folder, home, profile = (tmp_path_factory.mktemp(name) for name in ("course", "jupyter", "profile"))
     opened = {}
     with lab(folder, home) as address, chromium(profile) as browser:

@@ -105,9 +105,10 @@ function mountTransport(root, act, toggleTheme) {
 function render({ model, el }) {
   const root = h("div", { class: "refimpl", tabindex: "-1" });
   el.append(root);
-  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = root.clientWidth, quiet = 0; // read while there is nothing to lay out
+  let theme = pageTheme(), chosenTheme = null, last = null, transport = null, queued = false, width = root.clientWidth, quiet = 0, opened = 0; // read while there is nothing to lay out
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches || document.body.classList.contains("vscode-reduce-motion");
-  const mounted = {}, stale = new Set(), hidden = new Set();
+  const mounted = {}, stale = new Set(), hidden = new Set(), cells = {};
+  let steady = null, watched = null; // from when all figures are there
   /** All figures are to be drawn anew. */
   const everything = () => { Object.keys(mounted).forEach((name) => stale.add(name)); schedule(); };
   function act(message) {
@@ -131,12 +132,20 @@ function render({ model, el }) {
     root.append(h("p", { class: "heading" }, model.get("heading")));
     transport = mountTransport(root, act, toggleTheme);
   }
-  for (const [name, shownTitle, question] of model.get("shown")) {
+  function mountFigure([name, shownTitle, question]) {
     const figure = h("figure", { "data-figure": name }), title = h("h2"), caption = h("figcaption"), body = h("div", { class: `body ${name}` });
     title.innerHTML = `${escapeHtml(shownTitle)}<small>${escapeHtml(question)}</small>`;
     figure.append(title, caption, body);
     root.append(figure);
     mounted[name] = { caption, figure, drawing: figures[name].mount(body, ui) };
+  }
+  const [first, ...others] = model.get("shown");
+  mountFigure(first);
+  /** The other figures come when the first picture is on the screen. */
+  function mountOthers() {
+    others.forEach(mountFigure);
+    steady = keepHeights(root.querySelectorAll(".why, figcaption, .body"));
+    watched = watchWhatIsSeen(mounted, hidden, () => stale.size && schedule());
   }
 
   function draw(_now, all = false) {
@@ -152,16 +161,15 @@ function render({ model, el }) {
     if (width === 0) return;
     const opening = !isShown();
     for (const name of [...stale]) {
-      const picture = last.pictures[name], { caption, drawing } = mounted[name];
-      if (!picture || (hidden.has(name) && !all)) continue;
+      const picture = last.pictures[name];
+      if (!picture || !mounted[name] || (hidden.has(name) && !all)) continue;
       stale.delete(name);
-      setHtml(caption, captionHtml(picture.caption));
-      drawing.draw(picture);
-      if (opening) break; // the others come when the first one is seen, and it is known which are near
+      setHtml(mounted[name].caption, captionHtml(picture.caption));
+      mounted[name].drawing.draw(picture);
     }
     root.dataset.position = last.transport.position;
     clearTimeout(quiet);
-    if (opening) setTimeout(() => { steady.observe(); schedule(); }, APART);
+    if (opening) opened = setTimeout(mountOthers, APART);
     if (stale.size) quiet = setTimeout(draw, QUIET, 0, true); // out of sight, but somebody may print the page
   }
   const isShown = () => root.dataset.position !== undefined;
@@ -173,7 +181,7 @@ function render({ model, el }) {
       const pictures = message.whole ? {} : { ...last.pictures };
       for (const [name, changes] of Object.entries(message.pictures)) {
         pictures[name] = { ...pictures[name], ...changes };
-        if (changes.cells) unpackCells(mounted[name], pictures[name], buffers);
+        if (changes.cells) unpackCells((cells[name] ??= {}), pictures[name], buffers);
         stale.add(name);
       }
       last = { ...message, pictures };
@@ -202,17 +210,15 @@ function render({ model, el }) {
   }
   root.addEventListener("keydown", onKey);
   root.addEventListener("pointerdown", () => { if (!root.contains(document.activeElement)) root.focus({ preventScroll: true }); });
-  const steady = keepHeights(root.querySelectorAll(".why, figcaption, .body"));
   const resized = new ResizeObserver(() => {
-    if (width !== (width = root.clientWidth)) { steady.reset(width); everything(); }
+    if (width !== (width = root.clientWidth)) { steady?.reset(width); everything(); }
   });
   resized.observe(root);
-  const watched = watchWhatIsSeen(mounted, hidden, () => stale.size && schedule());
   const themed = new MutationObserver(() => { applyTheme(); everything(); });
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
   themed.observe(document.documentElement, { attributes: true, attributeFilter: ["theme"] });
   act({ type: "hello" });
-  return () => { clearTimeout(quiet); [resized, steady, themed, watched].forEach((one) => one.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
+  return () => { clearTimeout(quiet); clearTimeout(opened); [resized, steady, themed, watched].forEach((one) => one?.disconnect()); transport?.stop(); model.off?.("msg:custom", take); };
 }
 
 /** Keep the names of figures that are out of sight in `hidden`: they are drawn when they come near it, not with each frame. */
@@ -228,8 +234,7 @@ function watchWhatIsSeen(mounted, hidden, appeared) {
   return observer;
 }
 
-/** Each part keeps the greatest height it had at this width: what is under the pointer stays there while the engine runs.
- * From `observe` on, since to set heights is to lay the page out again. */
+/** Each part keeps the greatest height it had at this width: what is under the pointer stays there while the engine runs. */
 function keepHeights(parts) {
   let width = null;
   const observer = new ResizeObserver((entries) => {
@@ -238,8 +243,8 @@ function keepHeights(parts) {
       if (height > (parseFloat(target.style.minHeight) || 0)) target.style.minHeight = `${height}px`;
     }
   });
+  parts.forEach((part) => observer.observe(part));
   return {
-    observe() { parts.forEach((part) => observer.observe(part)); },
     reset(newWidth) {
       if (newWidth !== width) parts.forEach((part) => { part.style.minHeight = ""; });
       width = newWidth;
