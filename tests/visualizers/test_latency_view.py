@@ -255,6 +255,19 @@ def test_a_column_gives_exact_quantiles_of_each_prefix():
     assert column.low == SHORTEST
 
 
+def test_pauses_of_a_virtual_clock_are_equal_but_for_rounding_and_their_quantiles_are_that_pause():
+    pauses = np.diff(0.02 * np.arange(2000)).tolist()
+    assert len(set(pauses)) > 1
+    column = Column()
+    column.extend(pauses)
+    for size in (1, 1999):
+        told = column.distribution(size)
+        assert told["p50"] == pytest.approx(0.02, rel=1e-9)
+        assert told["p99"] == pytest.approx(0.02, rel=1e-9)
+    column.extend([0.02001] * 2001)  # in the same bar, and told apart
+    assert column.distribution(4000)["p50"] == pytest.approx(0.02001, rel=1e-9)
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.011, 0.32), (3e-6, 4000.0), (0.5, 0.5), (float("inf"), 0.0), (1e-6, 1e-6)])
 def test_an_axis_spans_its_values_and_at_least_about_a_decade(low, high):
     told = _axis(low, high)

@@ -132,6 +132,26 @@ def test_an_exported_page_steps_and_plays_without_a_kernel(browser, tmp_path):
 
 
 @needs_browser
+def test_a_page_follows_the_theme_of_vs_code_and_of_colab(browser, tmp_path):
+    tab = browser.new_page()
+    tab.goto(export_html(small_run(), tmp_path / "run.html", [BLOCK_MAP]).as_uri())
+    tab.wait_for_selector(".refimpl[data-position]")
+    for classes, theme in (
+        ("vscode-dark", "dark"),
+        ("vscode-light", "light"),
+        ("vscode-high-contrast", "dark"),
+        ("vscode-high-contrast vscode-high-contrast-light", "light"),
+    ):
+        tab.evaluate(f"document.body.className = '{classes}'")
+        tab.wait_for_selector(f".refimpl[data-theme={theme}]")
+    tab.evaluate("document.body.className = ''")
+    for theme in ("dark", "light"):
+        tab.evaluate(f"document.documentElement.setAttribute('theme', '{theme}')")
+        tab.wait_for_selector(f".refimpl[data-theme={theme}]")
+    tab.close()
+
+
+@needs_browser
 def test_a_large_map_that_is_painted_by_changes_is_the_one_painted_whole(browser, tmp_path):
     driver = Driver(num_blocks=25_000, block_size=16, max_num_seqs=24, max_num_batched_tokens=4_000, max_model_len=4_000)
     for number in range(24):
