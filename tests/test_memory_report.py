@@ -7,7 +7,7 @@ from refimpl.cache import KVCacheManager, PrefixCache
 from refimpl.errors import RefimplError
 from refimpl.memory_report import CacheUsage
 
-OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 50, "block_size": 4, "max_model_len": 40}
+OPTIONS = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 50, "block_size": 4, "max_model_len": 40}
 
 
 def add(engine, request_id, prompt, **params):

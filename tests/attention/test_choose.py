@@ -32,8 +32,12 @@ class Own:
         return self.wrong(self.inner.begin_step(metadata)) if self.wrong else self.inner.begin_step(metadata)
 
 
+BLOCKS = 40
+"""Given, so that on a GPU no step is run beforehand to see what it needs."""
+
+
 def texts(**options):
-    with LLM("tiny", dtype="float64", **options) as llm:
+    with LLM("tiny", dtype="float64", num_gpu_blocks_override=BLOCKS, **options) as llm:
         return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
@@ -82,7 +86,7 @@ class Wrong:
 )
 def test_a_wrong_answer_ends_the_request_with_a_sentence_and_the_engine_goes_on(wrong, said, caplog):
     own = Own(wrong)
-    with LLM("tiny", dtype="float64", attention_backend=own) as llm:
+    with LLM("tiny", dtype="float64", num_gpu_blocks_override=BLOCKS, attention_backend=own) as llm:
         [failed] = llm.generate("Hello", GREEDY, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
         assert f"attention backend 'own': {said}" in failed.outputs[0].stop_reason
