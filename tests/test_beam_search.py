@@ -117,9 +117,8 @@ def test_a_beam_of_one_is_greedy(model):
         [output] = search(engine, PROMPTS[:1], 1, early_stopping=True, **options)
         engine.add_request("greedy", PROMPTS[0], msgspec.structs.replace(most, **options))
         while engine.has_unfinished_requests():
-            for greedy in engine.step():
-                pass
-        [found], [drawn] = output.outputs, greedy.outputs
+            outputs = engine.step()
+        [found], [drawn] = output.outputs, outputs[0].outputs
         assert (found.token_ids, found.text) == (drawn.token_ids, drawn.text)
         assert (found.finish_reason, found.stop_reason) == (drawn.finish_reason, drawn.stop_reason)
         assert found.cumulative_logprob == pytest.approx(drawn.cumulative_logprob, abs=1e-5)

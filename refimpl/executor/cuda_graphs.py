@@ -17,6 +17,10 @@ largest is recorded first, so that the others fit into what it took.
 from __future__ import annotations
 
 import bisect
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -97,16 +101,23 @@ class DecodeStep:
         return hidden
 
 
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The one on which graphs are recorded: a library takes a workspace for every stream that it sees, and keeps it."""
+    return torch.cuda.Stream(device)
+
+
 class DecodeGraphs:
     """Recordings of one decode step for each of ``sizes``, which rise."""
 
     def __init__(self, step: DecodeStep, sizes: list[int]) -> None:
+        self._process = os.getpid()
         self._step = step
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         for size in reversed(sizes):
-            self._capture(size)
+            self.record(size)
 
     def serves(self, inputs: StepInputs) -> bool:
         """Whether a step is one of decodes alone (or of last tokens of prompts), and not too large."""
@@ -125,14 +136,21 @@ class DecodeGraphs:
             graph.reset()
         self._graphs = {}
 
-    def _capture(self, size: int) -> None:
+    def record(self, size: int) -> None:
+        """Record the step for so many rows."""
         # Before it is recorded a kernel must be compiled and a library's workspace taken, which a recording cannot hold.
-        current, beside = torch.cuda.current_stream(self._step.device), torch.cuda.Stream(self._step.device)
+        current, beside = torch.cuda.current_stream(self._step.device), _stream_beside(self._step.device)
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
             self._step.forward(size)
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=beside):
             hidden = self._step.forward(size)
         self._graphs[size] = graph, hidden
+
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        """In a child that was forked off, the graphs are its parent's: ending them there would be a warning each."""
+        if getpid() != self._process:
+            for graph, _ in self._graphs.values():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))

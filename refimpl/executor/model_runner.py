@@ -39,8 +39,11 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: list[int]) -> None:
         """Record CUDA graphs for decode steps of up to so many sequences each."""
-        step = DecodeStep(self.model, self.kv_cache, self.input_batch, self.backend, sizes[-1])
-        self.graphs = DecodeGraphs(step, sizes)
+        self.graphs = DecodeGraphs(self.decode_step(sizes[-1]), sizes)
+
+    def decode_step(self, most_rows: int) -> DecodeStep:
+        """A decode of up to so many sequences, to be recorded."""
+        return DecodeStep(self.model, self.kv_cache, self.input_batch, self.backend, most_rows)
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, draw its tokens, and wait for them."""

@@ -2,6 +2,7 @@
 
 import bisect
 import gc
+import os
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ class Unrecorded(DecodeGraphs):
     """Computes what would be recorded, anew each time."""
 
     def __init__(self, step, sizes):
+        self._process = os.getpid()
         self._step = step
         self.sizes = sizes
         self.replayed = []
