@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from refimpl.config import GIB
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor.device_memory import DeviceMemory, gib
+from refimpl.executor.device_memory import DeviceMemory, Grows, gib
 
 TOKENS = 256
 """``max_num_batched_tokens`` is advised in multiples of this, where it is larger."""
@@ -148,13 +148,15 @@ def _longest_context(memory: DeviceMemory) -> int | None:
 def check_weights(memory: DeviceMemory, name: str, dtype: str, device: str) -> None:
     """Before the loading: see that the weights fit what is free, and the share that may be used.
 
+    What a step takes is only guessed by then: the guess goes into the advice, and does not decide.
+
     Raises:
         OutOfMemoryError: they do not; minutes of loading would end in nothing.
 
     """
     free = memory.total - memory.taken
     needed = memory.weights
-    if needed <= free and memory.num_blocks >= 1:
+    if needed <= free and memory.with_(activations=Grows()).num_blocks >= 1:
         return
     said = f"{name} takes {gib(needed)} for its weights in {dtype}; {device} has {gib(free)} of {gib(memory.total)} free. "
     found = [] if needed > free else remedies(memory, 1)

@@ -3,6 +3,7 @@
 import bisect
 import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -83,6 +84,18 @@ def test_empty_rows_write_nothing_and_read_nothing():
             layer.v.fill_(torch.nan)
         step.forward(4)
         assert all(bool(layer.k.isnan().all() and layer.v.isnan().all()) for layer in runner.kv_cache.layers)
+
+
+def test_graphs_are_left_to_their_process_by_a_child_that_was_forked_off():
+    class Recording:
+        """Its end is torch's to warn of."""
+
+    graphs, recording = Unrecorded(None, [1]), Recording()
+    kept = weakref.ref(recording)
+    graphs._graphs = {1: (recording, None)}
+    graphs._process += 1
+    del graphs, recording
+    assert kept() is not None
 
 
 @needs_gpu

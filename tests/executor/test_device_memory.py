@@ -1,4 +1,4 @@
-"""A GPU's memory as sums: parts that make up the card, what settings would change, and advice that holds when it is taken."""
+"""A GPU's memory as sums: parts that make up the card, what settings would change, and advice that holds when taken."""
 
 import re
 
