@@ -145,7 +145,8 @@ class DecodeGraphs:
             self._step.forward(size)
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=beside):
+        # What other threads ask of the GPU meanwhile, as another engine does, is no part of this, and no mistake.
+        with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"):
             hidden = self._step.forward(size)
         self._graphs[size] = graph, hidden
 

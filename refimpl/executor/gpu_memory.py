@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import torch
@@ -52,7 +53,7 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
 def with_weights(before: DeviceMemory, device: torch.device) -> DeviceMemory:
     """The sums once the weights are loaded, which round up to the allocator's pieces."""
     torch.cuda.empty_cache()
-    return before.with_(weights=torch.cuda.memory_reserved(device) - before.of_this_process)
+    return before.with_(weights=max(before.weights, torch.cuda.memory_reserved(device) - before.of_this_process))
 
 
 def measured(
@@ -67,7 +68,7 @@ def measured(
     activations = _activations(loaded, args, model, dtype, device)
     found = loaded.with_(activations=activations, graphs=bool(sizes))
     if sizes:
-        pool, each = _graphs(args, model, dtype, device, sizes, loaded.max_model_len)
+        pool, each = _graphs_or_more_than_is_free(args, model, dtype, device, sizes, loaded.max_model_len)
         found = found.with_(graph_pool=Grows(each=pool / sizes[-1]), graph_each=each)
     _settle(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -120,31 +121,35 @@ def step_bytes(
     return int(torch.cuda.max_memory_reserved(device) - before)
 
 
-def _graphs(
+def _graphs_or_more_than_is_free(
+    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
+) -> tuple[int, int]:
+    """Bytes of the largest CUDA graph and of each further one; where they find no room, more than there is."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return graph_bytes(args, model, dtype, device, sizes, length)
+    _settle(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + 1, 0
+
+
+def graph_bytes(
     args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
 ) -> tuple[int, int]:
     """Bytes that the largest CUDA graph takes, and each further one, for contexts of up to ``length`` tokens.
 
     The first recording of all pays for what is compiled and for the workspaces of libraries, which stay: it does not count.
-    Where the largest does not fit, it counts for more than what is free.
     """
     runner = _runner(args, model, dtype, device, sizes[-1], length)
-    step = runner.decode_step(sizes[-1])
+    step, free = runner.decode_step(sizes[-1]), []
     others = sizes[-2 :: -max(1, len(sizes) // SAMPLED_GRAPHS)]
-    free = []
-    try:
-        with torch.inference_mode():
-            DecodeGraphs(step, sizes[:1]).release()
-            graphs = DecodeGraphs(step, [])
-            for recorded in ([], sizes[-1:], others):
-                for size in recorded:
-                    graphs.record(size)
-                _settle(device)
-                free.append(torch.cuda.mem_get_info(device)[0])
-        graphs.release()
-    except torch.OutOfMemoryError:
-        _settle(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + 1, 0
+    with torch.inference_mode():
+        DecodeGraphs(step, sizes[:1]).release()
+        graphs = DecodeGraphs(step, [])
+        for recorded in ([], sizes[-1:], others):
+            for size in recorded:
+                graphs.record(size)
+            _settle(device)
+            free.append(torch.cuda.mem_get_info(device)[0])
+    graphs.release()
     return max(0, free[0] - free[1]), -(-max(0, free[1] - free[2]) // max(1, len(others)))
 
 

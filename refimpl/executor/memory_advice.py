@@ -148,7 +148,8 @@ def _longest_context(memory: DeviceMemory) -> int | None:
 def check_weights(memory: DeviceMemory, name: str, dtype: str, device: str) -> None:
     """Before the loading: see that the weights fit what is free, and the share that may be used.
 
-    What a step takes is only guessed by then: the guess goes into the advice, and does not decide.
+    What a step takes is only guessed by then: the guess goes into the advice, and does not decide. Where options give the
+    cache's size, the share does not count.
 
     Raises:
         OutOfMemoryError: they do not; minutes of loading would end in nothing.
@@ -156,7 +157,7 @@ def check_weights(memory: DeviceMemory, name: str, dtype: str, device: str) -> N
     """
     free = memory.total - memory.taken
     needed = memory.weights
-    if needed <= free and memory.with_(activations=Grows()).num_blocks >= 1:
+    if needed <= free and (not memory.measured or memory.with_(activations=Grows()).num_blocks >= 1):
         return
     said = f"{name} takes {gib(needed)} for its weights in {dtype}; {device} has {gib(free)} of {gib(memory.total)} free. "
     found = [] if needed > free else remedies(memory, 1)

@@ -166,6 +166,7 @@ def test_weights_are_judged_before_they_are_loaded():
     wide = llama_8b(weights=30 * GIB, bytes_per_value=4)
     with pytest.raises(OutOfMemoryError, match=r"Use dtype=bfloat16 or float16 \(15.00 GiB\)"):
         check_weights(wide, "llama", "float32", "cuda:0")
+    check_weights(llama_8b(gpu_memory_utilization=0.1, measured=False), "llama", "bfloat16", "cuda:0")
     share = llama_8b(gpu_memory_utilization=0.5)
     with pytest.raises(OutOfMemoryError, match=r"Set gpu_memory_utilization=0\.76") as caught:
         check_weights(share, "llama", "bfloat16", "cuda:0")
