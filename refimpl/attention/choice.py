@@ -14,6 +14,9 @@ from refimpl.attention.torch_paged import TorchPagedAttention
 from refimpl.errors import ConfigError
 from refimpl.kernels.spec import TARGETS
 
+LEAST_FOR_PREFILL = 80
+"""The compute capability from which Triton's products run on tensor cores, which a prefill needs."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -51,7 +54,7 @@ def backend_choice(backend: Any, setting: Setting) -> BackendChoice:
     obstacle = triton_obstacle(setting)
     if obstacle:
         return BackendChoice("torch", obstacle)
-    if setting.capability < 80:
+    if setting.capability < LEAST_FOR_PREFILL:
         return BackendChoice(
             "triton", f"sm_{setting.capability}: decodes by vector arithmetic, prefills by torch on gathered pages"
         )

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
+from refimpl.attention.choice import LEAST_FOR_PREFILL
 from refimpl.attention.torch_paged import TorchPagedAttention, TorchPagedStep
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.kernels.attention_tiles import Target, target_of
@@ -28,9 +29,6 @@ from refimpl.kernels.kv_write import write_kv
 from refimpl.kernels.launch import power_of_two
 from refimpl.kernels.paged_attention import MAX_QUERIES, paged_attention, plan_decode
 from refimpl.kernels.split_plan import SplitPlan
-
-LEAST_FOR_PREFILL = 80
-"""The compute capability from which Triton's products run on tensor cores."""
 
 
 class TritonPagedStep:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from refimpl.attention import Setting, backend_choice
 from refimpl.config import GIB, EngineArgs, ModelConfig
 from refimpl.doctor.findings import Finding, Status
 from refimpl.errors import OutOfMemoryError, RefimplError
@@ -69,8 +70,20 @@ def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
     about = f"{config.num_parameters / 1e6:,.1f} million weights, {weights / GIB:.2f} GiB in {str(dtype)[6:]}"
     return [
         Finding("models", name, f"{about}; contexts of {config.context_limit(args.max_model_len):,} tokens"),
+        *_attention(args, config, device, dtype),
         _kv_cache(args, config, device, dtype, weights),
     ]
+
+
+def _attention(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any) -> list[Finding]:
+    """Where the model's head size decides who computes attention: that was not known when the choices were told."""
+    choices = [
+        backend_choice(args.attention_backend, Setting(head_dim, device, dtype, args.block_size))
+        for head_dim in (0, config.head_dim)
+    ]
+    if choices[0] == choices[1]:
+        return []
+    return [Finding("models", "attention", choices[1].name, "note", choices[1].reason)]
 
 
 def _here(args: EngineArgs) -> Any:

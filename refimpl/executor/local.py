@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from refimpl.attention import AttentionBackend, Setting, backend_choice, choose_backend
+from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor import gpu_memory, memory, memory_advice
+from refimpl.executor import gpu_memory, memory, memory_advice, serving
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
@@ -86,9 +86,12 @@ class LocalExecutor:
         self._model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
         backend = choose_backend(args.attention_backend, setting)
-        log.info("attention: %s (%s)", *backend_choice(args.attention_backend, setting))
         max_num_seqs, max_num_batched_tokens = args.step_limits()
-        self.graph_sizes = self._graph_sizes(args, backend, max_num_seqs)
+        served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, max_num_seqs)
+        log.info("on %s: %s", self.device_name, serving.in_a_line(served))
+        in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
+        self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
+        """Numbers of decodes for which CUDA graphs are recorded."""
         self._stage = "measuring what a step takes"
         available = self._available_bytes(args, max_num_seqs)
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
@@ -107,13 +110,6 @@ class LocalExecutor:
         self._stage = "recording CUDA graphs"
         if self.graph_sizes:
             self.runner.capture(self.graph_sizes)
-            log.info("CUDA graphs: %d, for decodes of up to %d sequences", len(self.graph_sizes), self.graph_sizes[-1])
-
-    def _graph_sizes(self, args: EngineArgs, backend: AttentionBackend, max_num_seqs: int) -> list[int]:
-        """Numbers of decodes for which CUDA graphs are recorded; none where they cannot be, or are not wanted."""
-        on_device = getattr(backend, "decodes_on_device", False)  # a backend of the user's need not know of it
-        in_graphs = self.device.type == "cuda" and on_device and not args.enforce_eager
-        return graph_sizes(max_num_seqs) if in_graphs else []
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""

@@ -21,6 +21,18 @@ def by_triton(x: Tensor) -> bool:
 
 @cache
 def _serves(device: torch.device) -> bool:
-    """Whether triton is installed and the GPU is one that the kernels are compiled for."""
+    return not obstacle(device, torch.float32)
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Why operations on a device and dtype are torch's; empty where they run by Triton kernels."""
+    if device.type != "cuda":
+        return "on a CPU torch's operations are the fastest"
+    if dtype == torch.float64:
+        return "the kernels compute in bfloat16, float16 and float32, not in float64"
+    if find_spec("triton") is None:
+        return "triton is not installed (torch's CUDA builds bring it)"
     major, minor = torch.cuda.get_device_capability(device)
-    return find_spec("triton") is not None and 10 * major + minor >= TARGETS[0]
+    if 10 * major + minor < TARGETS[0]:
+        return f"the kernels are made for sm_{TARGETS[0]} and later, and this is sm_{major}{minor}"
+    return ""
