@@ -147,7 +147,14 @@ def test_a_module_of_the_name_without_the_functions_is_passed_over(installed):
         (None, H100, 64, torch.float16, 16, "no FlashAttention is installed; pip install flash-attn .*, or use"),
         ("flash_attn", T4, 64, torch.float16, 256, "FlashAttention-2 cannot run on sm_75"),
         ("flash_attn", A100, 64, torch.float16, 16, "multiples of 256 slots; block_size is 16: use block_size=256"),
-        ("flash_attn_interface", H100, 64, torch.float16, 24, "multiples of 16 slots; block_size is 24: use block_size=16"),
+        (
+            "flash_attn_interface",
+            H100,
+            64,
+            torch.float16,
+            24,
+            "multiples of 16 slots up to 32; block_size is 24: use block_size=16",
+        ),
         ("flash_attn_interface", H100, 64, torch.float16, 128, "16 slots up to 32; block_size is 128: use block_size=16"),
         ("flash_attn.cute", B200, 64, torch.float16, 128, "16 slots up to 32; block_size is 128: use block_size=16"),
         (
