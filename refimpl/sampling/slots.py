@@ -193,7 +193,8 @@ class SamplingSlots:
         found = [(row, three) for row, three in enumerate(penalties) if three is not None]
         if not found:
             return None
-        columns = torch.tensor([three for _, three in found], dtype=torch.float32, device=self.device).unbind(-1)
+        numbers = np.array([three for _, three in found], dtype=np.float32)
+        columns = (torch.from_numpy(column.copy()).to(self.device, non_blocking=True) for column in numbers.T)
         return Penalties(self._tensor(np.array([row for row, _ in found])), *columns)
 
     def _row_numbers(self, parts: list[Tensor]) -> Int64[Tensor, "cells"]:
