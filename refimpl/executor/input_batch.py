@@ -128,7 +128,7 @@ class InputBatch:
     def _admit(self, admission: Admission) -> None:
         self._rows = None  # what is kept of them holds the parameters of their slots
         slot, count = admission.slot, len(admission.token_ids)
-        self.token_ids[slot, :count] = torch.tensor(admission.token_ids, device=self.device)
+        self.token_ids[slot, :count] = self._to_device(np.asarray(admission.token_ids))
         self.num_tokens[slot] = count
         self.num_computed_tokens[slot] = admission.num_computed_tokens
         self.num_blocks[slot] = 0
@@ -138,7 +138,7 @@ class InputBatch:
     def _append_blocks(self, new_blocks: NewBlocks) -> None:
         first = self.num_blocks[new_blocks.slot]
         last = first + len(new_blocks.block_ids)
-        self.block_table[new_blocks.slot, first:last] = torch.tensor(new_blocks.block_ids, dtype=torch.int32)
+        self.block_table[new_blocks.slot, first:last] = self._to_device(np.asarray(new_blocks.block_ids))
         self.num_blocks[new_blocks.slot] = last
 
     def prepare(self, batch: Batch) -> StepInputs:
