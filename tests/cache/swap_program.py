@@ -8,6 +8,8 @@ import random
 
 import torch
 
+from refimpl.cache.block_moves import ids_on
+
 DEVICE_BLOCKS, HOST_BLOCKS = 9, 7
 
 
@@ -53,15 +55,20 @@ class Program:
         self.blocks.swap_in(transfers)
         self.between()
         ids = [device for _, device in transfers]
-        self.compute.run(lambda: self.read.append([pool[ids].clone() for pool in self.pools]))
+        self.compute.run(lambda: self._read(ids))
         for host, device in transfers:
             for pool, block in zip(self.device, self.host.pop(host), strict=True):
                 pool[device] = block
         self.expected.append([pool[ids].clone() for pool in self.device])
 
     def _write(self, written, number):
+        ids = ids_on(self.pools[0].device, written).long()
         for pool in self.pools:
-            pool[written] = number
+            pool.index_fill_(0, ids, number)
+
+    def _read(self, read):
+        ids = ids_on(self.pools[0].device, read)
+        self.read.append([pool.index_select(0, ids) for pool in self.pools])
 
     def differences(self):
         """What is not as the oracle has it; to be asked when all streams are at rest."""
