@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int32
@@ -17,6 +17,7 @@ from torch import Tensor
 from refimpl.kernels.by_triton import by_triton
 
 
+@runtime_checkable
 class BlockMoves(Protocol):
     """What can be done with the blocks of a cache's pools, all ``[blocks, B, Hkv, D]``."""
 

@@ -7,7 +7,7 @@ over a link, beside its computing (:class:`refimpl.cache.staged_blocks.StagedBlo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ BLOCKS_A_RUN = 4
 """From so many blocks side by side on, a copy of its own is the cheaper (measured with 66 blocks of 24 KiB)."""
 
 
+@runtime_checkable
 class HostBlocks(Protocol):
     """Room for blocks of all pools in the host's memory. Block 0 is nobody's."""
 

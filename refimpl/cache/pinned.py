@@ -29,15 +29,15 @@ class PinnedMemory:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         pages = -(-math.prod(shape) * dtype.itemsize // PAGESIZE)
-        memory = torch.empty((pages + 1) * PAGESIZE, dtype=torch.uint8)
-        begin = -memory.data_ptr() % PAGESIZE  # whole pages, which nothing else lies in
-        locked = memory[begin : begin + pages * PAGESIZE]
         try:
+            memory = torch.empty((pages + 1) * PAGESIZE, dtype=torch.uint8)
+            begin = -memory.data_ptr() % PAGESIZE  # whole pages, which nothing else lies in
+            locked = memory[begin : begin + pages * PAGESIZE]
             with torch.cuda.device(device):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(locked.data_ptr(), locked.nbytes, 0))
         except RuntimeError as error:
             raise OutOfMemoryError(
-                f"{locked.nbytes / GIB:.2f} GiB of the host's memory could not be locked for the swap space: {error}; "
+                f"{pages * PAGESIZE / GIB:.2f} GiB of the host's memory could not be locked for the swap space: {error}; "
                 "lower swap_space"
             ) from error
         self.tensor = locked[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -7,11 +7,12 @@ streams that run late, early, or in any other order that the waits allow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 
+@runtime_checkable
 class Stream(Protocol):
     """A queue of work; nobody who puts something in waits for it."""
 
