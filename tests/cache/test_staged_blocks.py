@@ -2,12 +2,14 @@
 
 import random
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
 from swap_program import HOST_BLOCKS, Program, pools_of
 
-from refimpl.cache import staged_blocks
+from refimpl import Engine, EngineArgs, SamplingParams
+from refimpl.cache import kv_cache, staged_blocks
 from refimpl.cache.block_moves import PlainMoves
 from refimpl.cache.staged_blocks import StagedBlocks, blocks_a_buffer, staging_bytes
 
@@ -39,6 +41,46 @@ class LateStream:
         work = self.queue.popleft()
         if callable(work):
             work()
+
+
+class Now:
+    """A stream whose work is done at once; it has whoever it waits for go on."""
+
+    def run(self, work):
+        work()
+
+    def record(self):
+        return lambda: None
+
+    def wait(self, event):
+        event()
+
+    def synchronize(self):
+        pass
+
+
+class Lazy:
+    """A stream that does nothing before somebody waits for it."""
+
+    def __init__(self):
+        self.queue, self.done = deque(), 0
+
+    def run(self, work):
+        self.queue.append(work)
+
+    def record(self):
+        return partial(self._go_on_until, self.done + len(self.queue))
+
+    def _go_on_until(self, count):
+        while self.done < count:
+            self.queue.popleft()()
+            self.done += 1
+
+    def wait(self, event):
+        self.queue.append(event)
+
+    def synchronize(self):
+        self.record()()
 
 
 ORDERS = {
@@ -84,6 +126,42 @@ def test_kernels_move_the_same():
     assert run_late(1, "any", moves=lambda pools: BlockPools.of(list(pools))) == []
 
 
+def tokens_of(mode, preempt):
+    """Greedy and sampled tokens of a few prompts, two of which begin alike; sequences are preempted at some steps."""
+    options = {"swap_space": 0.001, "preemption_mode": "swap"} if mode == "swap" else {}
+    options |= {"max_model_len": 64, "num_gpu_blocks_override": 60, "block_size": 4}
+    engine = Engine(EngineArgs(model="tiny", dtype="float64", device="cpu", **options))
+    for step, request_id in preempt:
+        engine.scheduler.preempt_at(step, request_id, mode)
+    for number, prompt in enumerate(([1] * 9 + [2], [1] * 9, [5, 6, 7] * 5)):
+        params = SamplingParams(temperature=number % 2, seed=3, max_tokens=12, ignore_eos=True, n=1 + number % 2)
+        engine.add_request(str(number), prompt, params)
+    tokens = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = [sample.token_ids for sample in output.outputs]
+    swapped = sum(len(record.swapped_in) for record in engine.events.records)
+    engine.close()
+    return tokens, swapped
+
+
+def test_the_engine_draws_the_same_tokens_over_a_link_that_does_nothing_unasked(monkeypatch):
+    made = []
+
+    def over_a_lazy_link(pools, moves, num_host_blocks):
+        store = torch.full((num_host_blocks + 1, len(pools), *pools[0].shape[1:]), torch.nan, dtype=pools[0].dtype)
+        staging = [torch.full((2, *store.shape[1:]), torch.nan, dtype=store.dtype) for _ in range(2)]
+        made.append(StagedBlocks(moves, store, staging, Now(), Lazy()))
+        return made[-1]
+
+    expected, _ = tokens_of("recompute", ())
+    monkeypatch.setattr(kv_cache, "host_blocks_of", over_a_lazy_link)
+    tokens, swapped = tokens_of("swap", [(step, str(step % 3)) for step in range(2, 14, 2)])
+    assert tokens == expected
+    assert swapped > 10
+    assert made[-1].store.untyped_storage().nbytes() == 0, "given back when the engine closes"
+
+
 def test_swapping_out_leaves_the_computing_alone():
     """All that the buffers hold is ordered on the compute stream without a wait for the link."""
     pools, compute, link = pools_of(2, torch.float32), LateStream(), LateStream()
@@ -108,10 +186,6 @@ def test_neighbours_on_the_host_move_as_one_piece(monkeypatch):
         if non_blocking:
             copied.append(len(self))
         return original(self, source, non_blocking)
-
-    class Now(LateStream):
-        def run(self, work):
-            work()
 
     pools, stream = pools_of(2, torch.float32), Now()
     store = torch.zeros(HOST_BLOCKS + 1, 2, *pools[0].shape[1:])
