@@ -31,7 +31,7 @@ BLOCK = 512
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_ids_stride"])
 def count_kernel(
     token_ids: tl.tensor,
     num_prompt_tokens: tl.tensor,
@@ -52,7 +52,8 @@ def count_kernel(
     tl.atomic_or(cell, IN_PROMPT, mask=written & (place < tl.load(num_prompt_tokens + text)))
 
 
-@triton.jit
+# The penalties are three columns of one table, and a text grows step by step: neither is worth another compilation.
+@triton.jit(do_not_specialize=["token_ids_stride"], do_not_specialize_on_alignment=["presence", "frequency", "repetition"])
 def penalise_kernel(
     logits: tl.tensor,
     rows: tl.tensor,

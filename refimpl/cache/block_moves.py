@@ -15,6 +15,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from refimpl.kernels.by_triton import by_triton
+from refimpl.kernels.transfer import to_device
 
 
 @runtime_checkable
@@ -55,7 +56,7 @@ class PlainMoves:
 
 def ids_on(device: torch.device, block_ids: Sequence[int]) -> Int32[Tensor, "n"]:
     """Block ids where moves read them. Nobody waits for the device."""
-    return torch.tensor(block_ids, dtype=torch.int32).to(device, non_blocking=True)
+    return to_device(torch.tensor(block_ids, dtype=torch.int32), device)
 
 
 def moves_of(pools: list[Tensor]) -> BlockMoves:
