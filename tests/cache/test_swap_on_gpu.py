@@ -94,13 +94,21 @@ def test_random_swapping_beside_computing_with_a_late_stream(monkeypatch, moves,
 def warm():
     """A cache whose kernels are compiled, and its two streams."""
     cache = cache_of()
-    cache.swap_out([(1, 1)])
-    cache.swap_in([(1, 1)])
-    cache.copy_blocks([(1, 2)])
+    compute, link = CudaStream(DEVICE), cache.host_blocks._link
+    move(cache)
+    sleep_on(compute), sleep_on(link)
+    move(cache)  # while both sleep, so that the pinned memory of so many orders is there too
     torch.cuda.synchronize()
-    yield cache, CudaStream(DEVICE), cache.host_blocks._link
+    yield cache, compute, link
     torch.cuda.synchronize()
     cache.release()
+
+
+def move(cache):
+    """Half of the blocks out and in, and a copy."""
+    cache.swap_out([(block, block) for block in range(1, 21)])
+    cache.swap_in([(block, 41 - block) for block in range(1, 21)])
+    cache.copy_blocks([(1, 2)])
 
 
 def sleep_on(stream):
@@ -120,9 +128,7 @@ def test_swapping_out_waits_for_no_link(warm):
 def test_a_call_waits_for_neither_stream(warm):
     cache, compute, link = warm
     awake = sleep_on(compute), sleep_on(link)
-    cache.swap_out([(block, block) for block in range(1, 21)])
-    cache.swap_in([(block, 41 - block) for block in range(1, 21)])
-    cache.copy_blocks([(1, 2)])
+    move(cache)
     assert not any(event.query() for event in awake)
 
 
