@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from refimpl import TransformersCheckpoint
 from refimpl.attention import AttentionMetadata, Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
-from refimpl.layers.by_triton import by_triton
+from refimpl.kernels.by_triton import by_triton
 from refimpl.loading.checkpoint import load_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from refimpl.attention.backend import AttentionBackend
+from refimpl.attention.backend import LEAST_FOR_PREFILL, AttentionBackend
 from refimpl.attention.checked import CheckedBackend
 from refimpl.attention.torch_paged import TorchPagedAttention
 from refimpl.errors import ConfigError
 from refimpl.kernels.spec import TARGETS
-
-LEAST_FOR_PREFILL = 80
-"""The compute capability from which Triton's products run on tensor cores, which a prefill needs."""
 
 
 @dataclass(frozen=True)

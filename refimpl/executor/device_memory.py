@@ -56,6 +56,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What lies between the kernels of the largest CUDA graph, and its recording, by its rows."""
     graph_each: int = 0
     """Of each further graph."""
+    staging: int = 0
+    """Of swapped blocks on their way to the host and back."""
     vocab_size: int
     block_bytes: int
     block_size: int
@@ -108,7 +110,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def beside(self) -> int:
         """What the engine will need beside weights and cache."""
-        return self.activation_bytes + self.sampler_bytes + self.batch_bytes + self.graph_bytes
+        return self.activation_bytes + self.sampler_bytes + self.batch_bytes + self.graph_bytes + self.staging
 
     @property
     def allowed(self) -> int:
@@ -149,6 +151,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
             MemoryPart("sampler, at most", self.sampler_bytes, f"{self.max_num_seqs:,} rows of {self.vocab_size:,} logits"),
             MemoryPart("batch by slot", self.with_(max_model_len=longest).batch_bytes, slots),
             MemoryPart("CUDA graphs", self.graph_bytes, f"{self.num_graphs}" if self.num_graphs else "none"),
+            MemoryPart("swapped blocks", self.staging, "on their way" if self.staging else "no swap_space"),
             MemoryPart("KV cache", (num_blocks + 1) * self.block_bytes, f"{num_blocks:,} blocks, and the null block"),
         ]
         share = f"gpu_memory_utilization is {self.gpu_memory_utilization:g}"

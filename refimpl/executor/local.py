@@ -13,6 +13,7 @@ import torch
 
 from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
+from refimpl.cache.staged_blocks import staging_bytes
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
 from refimpl.executor import gpu_memory, memory, memory_advice, serving
@@ -93,8 +94,8 @@ class LocalExecutor:
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
         """Numbers of decodes for which CUDA graphs are recorded."""
         self._stage = "measuring what a step takes"
-        available = self._available_bytes(args, max_num_seqs)
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
+        available = self._available_bytes(args, max_num_seqs)
         self.num_blocks = memory.num_blocks(args.cache_config(), config, self.dtype.itemsize, available)
         max_model_len = min(max_model_len, self.num_blocks * args.block_size)
         self._stage = "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
@@ -217,6 +218,8 @@ class LocalExecutor:
         if not self.memory.measured:
             return 0  # the options say it all
         self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, self.graph_sizes)
+        if self.num_host_blocks:
+            self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         memory_advice.check_room(self.memory, str(self.device), args.max_model_len)
         return min(self.memory.left, self.memory.enough)
 

@@ -49,6 +49,7 @@ def told(memory: DeviceMemory) -> str:
         (memory.activation_bytes, f"are activations of {memory.step_tokens:,} tokens"),
         (memory.sampler_bytes, f"are the sampler's for {memory.max_num_seqs:,} sequences"),
         (memory.batch_bytes, "are the batch's"),
+        (memory.staging, "are for swapped blocks on their way"),
         (memory.graph_bytes, f"are {memory.num_graphs} CUDA graphs"),
     ]
     listed = "; ".join(f"{gib(count)} {what}" for count, what in parts if count)

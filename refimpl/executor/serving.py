@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from refimpl.attention import LEAST_FOR_PREFILL, Setting, backend_choice
 from refimpl.executor.cuda_graphs import graph_sizes
-from refimpl.layers.by_triton import obstacle
+from refimpl.kernels.by_triton import obstacle
 
 
 class Served(NamedTuple):

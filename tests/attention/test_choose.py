@@ -229,7 +229,7 @@ def test_what_stays_with_torch_is_told_with_the_reason(gpu, capability, options,
 
 def test_without_triton_all_stays_with_torch(gpu, monkeypatch):
     setting = gpu(90)
-    for module in ("importlib.util", "refimpl.layers.by_triton"):
+    for module in ("importlib.util", "refimpl.kernels.by_triton"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
     assert {why for _, why in list(served("auto", setting).values())[:4]} == {
         "triton is not installed (torch's CUDA builds bring it)"
