@@ -139,6 +139,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self, num_blocks: int) -> tuple[MemoryPart, ...]:
         """The whole card, part by part, with a cache of so many blocks; what is kept free is the rest of the sum."""
         others, longest = self.taken - self.of_this_process, min(self.max_model_len, num_blocks * self.block_size)
+        more = "; more would serve nothing that can run at once" if self.measured and self.left > self.enough else ""
         slots = f"{self.max_num_seqs:,} slots of {longest:,} tokens"
         parts = [
             MemoryPart("others, and CUDA itself", others, "before this engine began"),
@@ -152,9 +153,9 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
             MemoryPart("batch by slot", self.with_(max_model_len=longest).batch_bytes, slots),
             MemoryPart("CUDA graphs", self.graph_bytes, f"{self.num_graphs}" if self.num_graphs else "none"),
             MemoryPart("swapped blocks", self.staging, "on their way" if self.staging else "no swap_space"),
-            MemoryPart("KV cache", (num_blocks + 1) * self.block_bytes, f"{num_blocks:,} blocks, and the null block"),
+            MemoryPart("KV cache", (num_blocks + 1) * self.block_bytes, f"{num_blocks:,} blocks, and the null block{more}"),
         ]
-        share = f"gpu_memory_utilization is {self.gpu_memory_utilization:g}"
+        share = f"gpu_memory_utilization is {self.gpu_memory_utilization:g}" if self.measured else ""
         rest = self.total - sum(part.num_bytes for part in parts)
         return (*parts, MemoryPart("kept free", rest, share), MemoryPart("the whole card", self.total, ""))
 

@@ -87,6 +87,25 @@ def test_empty_rows_write_nothing_and_read_nothing():
         assert all(bool(layer.k.isnan().all() and layer.v.isnan().all()) for layer in runner.kv_cache.layers)
 
 
+def test_a_cache_that_is_nan_from_the_start_gives_the_same_tokens():
+    """Chunks, decodes, shared blocks and, on a GPU, padded rows of graphs: nothing that nobody wrote is read."""
+    options = {"device": "cuda", "dtype": "bfloat16"} if ON_GPU else {"device": "cpu", "dtype": "float32"}
+    options |= {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16}
+    found = []
+    for filling in (0.0, torch.nan):
+        with LLM("tiny", **options) as llm, torch.inference_mode():
+            runner = llm.engine._executor.runner
+            assert (runner.graphs is not None) == ON_GPU
+            for layer in runner.kv_cache.layers:
+                layer.k.fill_(filling)
+                layer.v.fill_(filling)
+            asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=2)
+            outputs = llm.generate([*PROMPTS, [9] * 40], asked, use_tqdm=False)
+            found.append([sample.token_ids for output in outputs for sample in output.outputs])
+    assert all(len(tokens) == 20 for tokens in found[0])
+    assert found[0] == found[1]
+
+
 def test_graphs_are_left_to_their_process_by_a_child_that_was_forked_off():
     class Recording:
         """Its end is torch's to warn of."""

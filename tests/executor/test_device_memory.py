@@ -77,6 +77,7 @@ def test_a_cache_that_is_large_enough_is_not_made_larger():
     memory = llama_8b(total=1000 * GIB, max_num_seqs=2, max_model_len=64)
     assert memory.num_blocks == 4 * 2 * 4
     assert {c.setting: c.more_tokens for c in memory.changes()}["gpu_memory_utilization=0.95"] == 0
+    assert "more would serve nothing" in {part.name: part.note for part in memory.parts(32)}["KV cache"]
 
 
 def test_nothing_is_said_of_other_settings_where_nothing_was_measured():
