@@ -146,7 +146,12 @@ def free():
 
 
 def on_gpu(**options):
-    return LLM(tiny(max_position_embeddings=8192), device="cuda", **{"dtype": "bfloat16", "max_num_seqs": 64} | options)
+    """A small model whose blocks are 256 KiB, so that a large cache is not too many of them."""
+    model = tiny(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    return LLM(model, device="cuda", **{"dtype": "bfloat16", "max_num_seqs": 64} | options)
 
 
 def generate(llm, count=64, length=200):
