@@ -117,10 +117,12 @@ class LocalExecutor:
         needed = self.weight_bytes
         free = free_host_memory()
         if needed > free:
+            half = 2 * checkpoint.config.num_parameters
+            fits = f"dtype=bfloat16 takes {half / GIB:.1f} GiB and fits" if half <= free else "Use a smaller model"
             raise OutOfMemoryError(
                 f"{checkpoint.name} has {checkpoint.config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
-                f" in {str(self.dtype).removeprefix('torch.')}; {self.device} has {free / GIB:.1f} GiB free. Use a smaller "
-                "dtype or model, or another device",
+                f" in {str(self.dtype).removeprefix('torch.')}; {self.device} has {free / GIB:.1f} GiB free. "
+                f"{fits}, or use another device",
                 needed=needed,
                 free=free,
             )
