@@ -34,6 +34,7 @@ LAYERS = [
         "events",
         "decision_texts",
         "memory_report",
+        "tile_records",
     },
     {"cache", "scheduler", "tokenizer", "kernels"},
     {"attention", "quantization", "layers"},
@@ -210,6 +211,7 @@ def test_visualizers_know_what_happened_and_nothing_of_the_engine():
             "decision_texts",
             "outputs",
             "memory_report",
+            "tile_records",
             "visualizers",
         }, path
 
