@@ -69,6 +69,7 @@ LAYERS = [
         "chat",
         "chat_command",
         "doctor",
+        "exercises",
         "claims",
         "lab",
     },

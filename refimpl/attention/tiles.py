@@ -106,17 +106,17 @@ def trace_attention(
     states = []
     for number, walk in enumerate(walks):
         own = slice(walk.first_row, walk.end_row)
-        m, l, a = _start(rows[own])
+        row_max, row_sum, attended = _start(rows[own])
         for first_key, masked in walk.tiles():
             exists = torch.arange(first_key, first_key + walk.tile_n) < min(walk.end_key, context)
             keys, values, block_ids = _load_tile(k_cache, v_cache, block_table, first_key, exists)
             scores = rows[own] @ keys.T * softmax_scale  # [M, N]
             seen = (torch.arange(first_key, first_key + walk.tile_n) <= positions[own, None]) & exists
             scores = scores.masked_fill(~seen, -math.inf) if masked else scores
-            m, l, a, rescale = take_tile(m, l, a, scores, values)
-            told = (_matrix(scores), _vector(rescale), _vector(m), _vector(l), _matrix(a))
+            row_max, row_sum, attended, rescale = take_tile(row_max, row_sum, attended, scores, values)
+            told = (_matrix(scores), _vector(rescale), _vector(row_max), _vector(row_sum), _matrix(attended))
             tiles.append(TileRecord(number, first_key, masked, block_ids, *told))
-        states.append((m, l, a))
+        states.append((row_max, row_sum, attended))
     merge, output = _merge(walks, states, rows)
     table = tuple(int(block_id) for block_id in block_table)
     return AttentionTrace(n, G, context, k_cache.shape[1], table, tuple(walks), tuple(tiles), merge, _matrix(output))
