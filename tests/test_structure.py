@@ -192,7 +192,7 @@ def test_files_do_not_import_in_circles():
 def test_kernels_import_torch_jaxtyping_and_errors():
     for path in sorted((ROOT / "kernels").rglob("*.py")):
         allowed = {"torch", "jaxtyping", "refimpl", *sys.stdlib_module_names}
-        if path.stem not in ("spec", "reference", "philox"):
+        if path.stem not in ("spec", "reference", "philox", "transfer"):
             allowed.add("triton")
         for line, name in imports(path):
             assert name.split(".")[0] in allowed, f"{path}:{line} imports {name}"

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class AttentionMetadata:
         lengths = np.zeros(aligned + S + 1, dtype=np.int32)
         lengths[:S] = context_lens
         np.cumsum(query_lens, out=lengths[aligned + 1 :])
-        packed = torch.from_numpy(lengths).to(device, non_blocking=True)
+        packed = to_device(torch.from_numpy(lengths), device)
         return cls(
             query_lens, context_lens, block_size, block_table, slot_mapping,
             cu_seqlens_q=packed[aligned:], seqused_k=packed[:S],

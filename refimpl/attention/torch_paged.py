@@ -27,6 +27,7 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
 from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels.transfer import to_device
 
 QUERIES_PER_TILE = 256
 LONGEST_OVER_SHORTEST = 2
@@ -108,18 +109,18 @@ def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
     shortest, context = int(tiles.contexts.min()), int(tiles.contexts.max())
     from_start = num_queries > 1 and device.type == "cpu" and shortest == context == num_queries
     in_order = len(tiles) * num_queries == sum(metadata.query_lens)
-    contexts = torch.from_numpy(tiles.contexts).to(device).unsqueeze(1)
+    contexts = to_device(torch.from_numpy(tiles.contexts), device).unsqueeze(1)
     keys = torch.arange(context, device=device)
     queries = torch.arange(num_queries, device=device)
     masked = not from_start and not (num_queries == 1 and shortest == context)
     tables = metadata.block_table[:, : -(-context // metadata.block_size)]
     tokens = None if in_order else np.add.outer(tiles.first_tokens, np.arange(num_queries)).ravel()
     return Group(
-        tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
+        tokens=None if tokens is None else to_device(torch.from_numpy(tokens), device),
         num_tiles=len(tiles),
         num_queries=num_queries,
         context=context,
-        block_ids=tables[torch.from_numpy(tiles.sequences).to(device)].flatten(),
+        block_ids=tables[to_device(torch.from_numpy(tiles.sequences), device)].flatten(),
         from_start=from_start,
         hidden=(keys > (contexts - num_queries + queries)[..., None]).unsqueeze(1) if masked else None,
         unwritten=tuple((keys >= contexts).nonzero().unbind(1)) if shortest < context else None,  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from refimpl.kernels.kv_write import write_kv
 from refimpl.kernels.launch import power_of_two
 from refimpl.kernels.paged_attention import MAX_QUERIES, paged_attention, plan_decode
 from refimpl.kernels.split_plan import SplitPlan
+from refimpl.kernels.transfer import to_device
 
 LEAST_FOR_PREFILL = 80
 """The compute capability from which Triton's products run on tensor cores."""
@@ -107,12 +108,12 @@ def _part_for_torch(
     """Some sequences of a step as a step of torch's backend, and their tokens in the flat batch."""
     device = metadata.block_table.device
     first = torch.tensor([0, *metadata.query_lens]).cumsum(0).tolist()
-    tokens = torch.cat([torch.arange(first[s], first[s + 1]) for s in sequences]).to(device)
+    tokens = to_device(torch.cat([torch.arange(first[s], first[s + 1]) for s in sequences]), device)
     part = AttentionMetadata.of(
         query_lens=[metadata.query_lens[s] for s in sequences],
         context_lens=[metadata.context_lens[s] for s in sequences],
         block_size=metadata.block_size,
-        block_table=metadata.block_table[torch.tensor(sequences, device=device)],
+        block_table=metadata.block_table[to_device(torch.tensor(sequences), device)],
         slot_mapping=metadata.slot_mapping[tokens],
     )
     return tokens, backend.begin_step(part)

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from refimpl.kernels.transfer import to_device
 from refimpl.sampling.bad_words import forbid_last_tokens, tails
 from refimpl.sampling.hooks import HookError, call_hooks
 from refimpl.sampling.masks import add_bias, allow_only, forbid
@@ -77,7 +78,7 @@ def adjust(logits: Float[Tensor, "R V"], asked: Adjustments) -> tuple[Float[Tens
 
     Also, for each row whose hook failed, a sentence about it; its logits are of no use then.
     """
-    rows = torch.tensor(asked.rows, device=logits.device)
+    rows = to_device(torch.tensor(asked.rows), logits.device)
     chosen = logits[rows]
     if asked.allowed is not None:
         chosen = allow_only(chosen, asked.allowed.rows, asked.allowed.ids)

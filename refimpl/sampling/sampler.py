@@ -79,6 +79,8 @@ class Sampler:
 
     def sample(self, logits: Float[Tensor, "R V"], rows: SamplingRows) -> Sampled:
         """One token a row. Greedy rows take the argmax, the lowest id where several tie; 16 bits are widened to float32."""
+        if rows.adjustments is None and by_triton(logits):
+            return Sampled(_by_kernel(logits, logits, rows))  # it reads 16 bits as they are
         raw = at_least_float32(logits)
         logits, failures = (raw, {}) if rows.adjustments is None else adjust(raw, rows.adjustments)
         if by_triton(raw):
