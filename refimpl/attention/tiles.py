@@ -55,14 +55,16 @@ def decode_walks(num_queries: int, group: int, context: int, splits: int, tile_m
 
 
 def bytes_asked_for(walks: Sequence[Walk], head_dim: int, itemsize: int) -> int:
-    """Bytes of keys, values, queries and outputs that the walks load and store. No score is among them.
+    """Bytes that the walks load and store, and their merge. No score is among them.
 
-    ``2 · D`` elements for every key of every tile, and for every row of every walk. What several walks read may come from
-    the L2 cache all but once.
+    ``2 · D`` elements for every key of every tile, ``D`` for the query of every row of every walk, ``D`` for the output of
+    every row. Where several walks share their rows, each leaves ``D + 1`` float32 a row, which the merge reads. What several
+    walks read may come from the L2 cache all but once.
     """
     keys = sum(walk.end_key - walk.first_key for walk in walks)
-    rows = sum(walk.end_row - walk.first_row for walk in walks)
-    return 2 * head_dim * itemsize * (keys + rows)
+    walked, rows = sum(walk.end_row - walk.first_row for walk in walks), max(walk.end_row for walk in walks)
+    between = 2 * 4 * (head_dim + 1) * walked if walked > rows else 0
+    return head_dim * itemsize * (2 * keys + walked + rows) + between
 
 
 def bytes_standard(rows: int, context: int, head_dim: int, itemsize: int, score_itemsize: int = 4) -> int:

@@ -95,6 +95,8 @@ def test_bytes_are_those_of_the_tiles_that_are_visited():
     loaded = sum(2 * D * min(walk.tile_n, walk.end_key - key) for walk in walks for key, _ in walk.tiles())
     assert bytes_asked_for(walks, D, 2) == 2 * (loaded + 2 * D * n) == 4 * D * (n * (n + M) // (2 * M) + n)
     assert bytes_asked_for(decode_walks(1, 4, 1_000, 1, 16, 64), D, 2) == 4 * D * (1_000 + 4)
+    splits = decode_walks(1, 4, 1_000, 3, 16, 64)
+    assert bytes_asked_for(splits, D, 2) == 2 * D * (2 * 1_000 + 3 * 4 + 4) + 3 * 4 * 2 * 4 * (D + 1)
     assert bytes_standard(3, 5, D, 2) == 4 * D * 8 + 16 * 15
     assert flops_done(walks, D) == 4 * D * M * 32 * sum(range(4, 33, 4))
 
