@@ -212,8 +212,8 @@ def _caption(trace: AttentionTrace, counts: dict[str, int], merged: bool) -> Cap
         f"{counts['skipped']:,} never are."
     )
     kept = len(trace.output[0]) + 2
-    rest = f" Of all of them a row keeps {kept} numbers: m, l and {kept - 2} of a. The more a score weighs by now, the stronger "
-    rest += "its colour."
+    rest = f" Of all of them a row keeps {kept} numbers: m, l and {kept - 2} of a."
+    rest += " The more a score weighs by now, the stronger its colour."
     if merged:
         rest = f" {count(len(trace.walks), 'walk')} went side by side, and their averages are merged into one."
     return [(answer, True), (rest, False)]
