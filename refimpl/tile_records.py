@@ -63,9 +63,8 @@ class TileRecord:
 class MergeRecord:
     """What several walks over the same rows came to: averages, weighted by their denominators."""
 
-    walks: tuple[int, ...]
     lse: Matrix
-    """``[walks, rows]``: m + log l of each; −inf where it saw nothing."""
+    """``[walks, rows]``: m + log l of each walk; −inf for rows that are not its own, and where it saw nothing."""
     shares: Matrix
     """``[walks, rows]``: each one's weight in the average, exp(lse) over their sum."""
 

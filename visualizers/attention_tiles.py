@@ -10,13 +10,11 @@ import math
 from typing import Any
 
 from refimpl.tile_records import AttentionTrace, TileRecord, Vector, Walk
-from refimpl.visualizers.attention_tiles_svg import draw
+from refimpl.visualizers.attention_tiles_svg import LATER, MASKED, SKIPPED, draw
 from refimpl.visualizers.figure import WHOLE, Caption, Look, Picture, count
 from refimpl.visualizers.palette import Palette
 from refimpl.visualizers.words import letters
 
-MASKED, SKIPPED, LATER = -1, -2, -3
-"""In a picture's grid, in place of a weight: computed and hidden, never computed, and not computed yet."""
 MOST_ROWS = 8
 """Rows whose state is told in numbers."""
 HUES = 8
@@ -172,7 +170,7 @@ def _merged_state(trace: AttentionTrace) -> dict[str, Any]:
     dims = len(trace.output[0])
     return {
         "title": "The walks merged: exp(m + log l) of each, as a share of their sum",
-        "head": ["", *(f"of {letters(walk)}" for walk in trace.merge.walks), *(f"out{dim}" for dim in range(dims))],
+        "head": ["", *(f"of {letters(walk)}" for walk, _ in _named(trace)), *(f"out{dim}" for dim in range(dims))],
         "rows": [
             [
                 row_name(trace, row),

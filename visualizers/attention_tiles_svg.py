@@ -16,8 +16,10 @@ LEFT, TOP, GAP, LINE = 108, 46, 36, 20
 MOST_WIDE, MOST_TALL = 560, 340
 """Pixels of the grid."""
 COLUMN = 58
+MASKED, SKIPPED, LATER = -1, -2, -3
+"""In a picture's grid, in place of a weight: computed and hidden, never computed, and not computed yet."""
 MASKED_FILL = "refimpl-masked"
-LEGEND = (("a score that counts", 70), ("computed, then masked", -1), ("never computed", -2), ("not yet", -3))
+LEGEND = (("a score that counts", 70), ("computed, then masked", MASKED), ("never computed", SKIPPED), ("not yet", LATER))
 
 
 class Cell(NamedTuple):
@@ -65,9 +67,9 @@ def _cell(weight: int, x: float, y: float, cell: Cell, own: str, palette: Palett
         return rect(
             x + 0.5, y + 0.5, cell.wide - 1, cell.tall - 1, own, faded
         ), f"{weight}% of the row's largest weight so far"
-    if weight == -1:
+    if weight == MASKED:
         return rect(x + 0.5, y + 0.5, cell.wide - 1, cell.tall - 1, f"url(#{MASKED_FILL})"), "computed and masked"
-    if weight == -2:
+    if weight == SKIPPED:
         return rect(x + cell.wide / 2 - 1, y + cell.tall / 2 - 1, 2, 2, palette["cached"]), "never computed"
     line = f'stroke="{palette["rule"]}"'
     return rect(x + 1, y + 1, cell.wide - 2, cell.tall - 2, palette["bg"], line), "not computed yet"

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from refimpl.errors import RefimplError
 from refimpl.tile_records import AttentionTrace, Matrix, MergeRecord, TileRecord, Vector, Walk
 
 
@@ -100,8 +101,16 @@ def trace_attention(
         softmax_scale: what products are multiplied by.
         walks: those of :func:`prefill_walks` or :func:`decode_walks`, which cover each row's keys.
 
+    Raises:
+        RefimplError: the context is shorter than the queries, or longer than the table's blocks.
+
     """
     n, G, _ = query.shape
+    if not n <= context <= len(block_table) * k_cache.shape[1]:
+        raise RefimplError(
+            f"context is {context} with {n} queries and {len(block_table)} blocks of {k_cache.shape[1]}; it must hold the "
+            "queries, and fit the blocks"
+        )
     rows = query.flatten(0, 1)
     positions = torch.arange(context - n, context).repeat_interleave(G)  # [rows]
     tiles: list[TileRecord] = []
@@ -174,7 +183,7 @@ def _merge(walks: Sequence[Walk], states: list[State], rows: Tensor) -> tuple[Me
     shares = lse.softmax(0)
     output = torch.einsum("wr,wrd->rd", shares, averages)
     several = len({walk.first_key for walk in walks}) > 1
-    return (MergeRecord(tuple(range(len(walks))), _matrix(lse), _matrix(shares)) if several else None), output
+    return (MergeRecord(_matrix(lse), _matrix(shares)) if several else None), output
 
 
 def _vector(values: Tensor) -> Vector:

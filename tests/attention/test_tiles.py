@@ -7,6 +7,7 @@ import torch
 
 from refimpl.attention import tiles
 from refimpl.attention.tiles import bytes_asked_for, bytes_standard, decode_walks, flops_done, prefill_walks, trace_attention
+from refimpl.errors import RefimplError
 from refimpl.kernels import attention_cases
 
 
@@ -87,6 +88,13 @@ def test_a_row_that_saw_nothing_in_a_split_has_no_share_of_it():
     trace = follow(step(16, 34, 2), decode_walks(16, 2, 34, 2, 32, 32))
     assert [trace.merge.lse[1][row] == -math.inf for row in range(32)] == [True] * 28 + [False] * 4
     assert trace.merge.shares[1][:28] == (0.0,) * 28
+
+
+@pytest.mark.parametrize(("n", "context"), [(5, 4), (1, 13)])
+def test_a_context_that_cannot_be_is_refused(n, context):
+    query, pool = torch.zeros(n, 1, 4), torch.zeros(4, 4, 4)
+    with pytest.raises(RefimplError, match=f"context is {context} with {n} queries and 3 blocks of 4"):
+        trace_attention(query, pool, pool, [1, 2, 3], context, 0.5, prefill_walks(1, 1, 4, 4))
 
 
 def test_bytes_are_those_of_the_tiles_that_are_visited():

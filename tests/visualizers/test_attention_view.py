@@ -11,7 +11,8 @@ from refimpl.attention.tiles import decode_walks, prefill_walks, trace_attention
 from refimpl.errors import RefimplError
 from refimpl.kernels import attention_cases
 from refimpl.visualizers import AttentionView
-from refimpl.visualizers.attention_tiles import LATER, MASKED, SKIPPED, AttentionTiles, num_positions
+from refimpl.visualizers.attention_tiles import AttentionTiles, num_positions
+from refimpl.visualizers.attention_tiles_svg import LATER, MASKED, SKIPPED
 from refimpl.visualizers.figure import plain
 from refimpl.visualizers.palette import DARK, LIGHT
 
