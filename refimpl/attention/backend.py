@@ -68,7 +68,12 @@ class AttentionMetadata:
 
 @runtime_checkable
 class AttentionStep(Protocol):
-    """A backend made ready for one step: every layer uses the same one."""
+    """A backend made ready for one step: every layer uses the same one.
+
+    One that has a kernel for it may also offer ``turn_and_write(layer_kv, query, key, value, positions, cos, sin)``: turn
+    queries and keys by their tokens' positions, write keys and values, give the queries back. It is called in place of
+    :meth:`write`, which else gets keys that are turned already.
+    """
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in the cache."""

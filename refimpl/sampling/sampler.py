@@ -24,9 +24,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from refimpl.kernels.by_triton import by_triton
 from refimpl.kernels.philox import Purpose, uniform
 from refimpl.kernels.reference import at_least_float32
-from refimpl.layers.by_triton import by_triton
 from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT
 from refimpl.sampling.adjustments import Adjustments, adjust
 from refimpl.sampling.filters import HEAD, kept_by_head, min_p_filter
