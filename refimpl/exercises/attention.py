@@ -54,7 +54,9 @@ def check_partial_and_merge(partial: PartialFunction, merge: MergeFunction) -> s
     """
     for loud, queries in ((1.0, 1), (1.0, 5), (LOUD, 5)):
         inputs, expected = _softmax_case(queries, loud)
-        about = f"{queries} queries over 13 keys" + (", scores of thousands" if loud > 1 else "")
+        about = f"{'one query' if queries == 1 else 'five queries'} over 13 keys" + (
+            ", scores of thousands" if loud > 1 else ""
+        )
         for edges in CUTS:
             parts = _parts(partial, inputs, edges, about)
             case = f"{about}, cut at {edges}"
