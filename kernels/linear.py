@@ -12,8 +12,8 @@ multiplies 33·10¹² numbers, so plain arithmetic keeps up. Tensor cores would 
 want tiles of weights rearranged in shared memory; here a weight goes from memory to the register where it is used, and many
 small programs keep enough loads under way.
 
-With ``GATED`` the rows are those of SwiGLU's two matrices (Shazeer 2020), and what is written is ``silu(gate) · up``: neither is
-rounded or written on the way.
+With ``GATED`` the rows are those of SwiGLU's two matrices (Shazeer 2020); what is written is ``silu(gate) · up``: neither
+is rounded or written on the way.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def one_token_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
-    """:func:`reference.linear` of one token ``x [1, in_features]``, written to ``result [1, out_features]`` if that is given.
+    """:func:`reference.linear` of one token ``x [1, in_features]``. Written to ``result [1, out_features]`` if it is there.
 
     Raises:
         RefimplError: elements of a row lie apart, or sizes differ.
