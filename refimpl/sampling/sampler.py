@@ -73,7 +73,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self.num_rows_beyond_head = 0
-        """Rows for whose top-k or top-p more than ``HEAD`` ranks were looked at; by the kernel, which has no head, none are."""
+        """Rows for whose top-k or top-p more than ``HEAD`` ranks were looked at; the kernel has no head, and none are."""
         self.num_rows_sorted = 0
         """Rows whose whole vocabulary was sorted, because no head of it did."""
 
