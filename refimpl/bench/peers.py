@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -54,11 +55,16 @@ class Transformers:
         self._cache = "dynamic"
         self.settings: dict[str, Any] = {"dtype": dtype, "batch_size": BATCH}
 
-    def choose(self, trial: Requests) -> None:
-        """Try each of :data:`CANDIDATES` twice on such requests and keep the fastest; ``settings`` tells the times."""
+    def choose(self, trial: Requests, until: float = math.inf) -> None:
+        """Try each of :data:`CANDIDATES` twice on such requests and keep the fastest; ``settings`` tells the times.
+
+        After ``until`` (of ``time.perf_counter``) no further one is tried.
+        """
         short = [(prompt, min(output, TRIAL_TOKENS)) for prompt, output in trial]
-        tried = {}
+        tried: dict[str, float] = {}
         for attention, cache in CANDIDATES:
+            if tried and time.perf_counter() > until:
+                break
             self._use(attention, cache)
             tried[f"{attention}, {cache}"] = min(self.run(short).total for _ in range(2))
         best = min(tried, key=tried.__getitem__)

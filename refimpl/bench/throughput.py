@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from refimpl.bench.peers import BATCH, Transformers, open_sides, refuse_random_weights
+from refimpl.bench.peers import BATCH, CANDIDATES, TRIAL_TOKENS, Transformers, open_sides, refuse_random_weights
 from refimpl.bench.result import Check, Result, check, setting, workload_hash
 from refimpl.bench.rows import DoesNotFit, Figures, Rows, chosen
 from refimpl.bench.sides import Requests, Run, Side, in_turn, mixed, ratio, same_length, spread, tell_sides
@@ -36,8 +36,6 @@ SHRINKS = (1.0, 0.5, 0.25, 0.125)
 """What the lengths of a row that would take too long are multiplied with, the first that fits."""
 TRIAL = 1 / 16
 """The same for the trial that says how long a row takes."""
-OTHER_TURNS = 3
-"""Turns that a row costs beside its repeats: the first, choosing transformers' setting, and asking it for its logits."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,7 @@ def run(
 
     """
     refuse_random_weights(engine_options)
-    unknown = [dtype for dtype in dtypes if dtype not in LARGEST_GAP]
-    if repeats < 1 or not 0 < scale <= 1 or unknown:
-        raise ConfigError(
-            f"repeats is {repeats}, scale {scale}, dtypes {', '.join(dtypes)}; they must be 1 or more, over 0 to 1, and of "
-            f"{', '.join(LARGEST_GAP)}"
-        )
+    _check_numbers(repeats, dtypes, scale)
     names = chosen(workloads, list(WORKLOADS))
     rows = Rows([_named(name, dtype) for dtype in dtypes for name in names], _tell, max_minutes)
     checkpoint = open_checkpoint(engine_options["model"])
@@ -130,6 +123,15 @@ def run(
         results=rows.all(),
         checks=checks,
     )
+
+
+def _check_numbers(repeats: int, dtypes: Sequence[str], scale: float) -> None:
+    unknown = [dtype for dtype in dtypes if dtype not in LARGEST_GAP]
+    if repeats < 1 or not 0 < scale <= 1 or unknown:
+        raise ConfigError(
+            f"repeats is {repeats}, scale {scale}, dtypes {', '.join(dtypes)}; they must be 1 or more, over 0 to 1, and of "
+            f"{', '.join(LARGEST_GAP)}"
+        )
 
 
 def _named(name: str, dtype: str) -> str:
@@ -164,7 +166,7 @@ def _measure(
     requests = workload.requests(scale * shrink, vocab_size)
     peer = sides.get("transformers")
     if isinstance(peer, Transformers):
-        peer.choose(requests[:BATCH])
+        peer.choose(requests[:BATCH], until)
     runs = in_turn(_turns(sides, requests), repeats, until)
     rates = {name: [workload.rate(run) for run in listed] for name, listed in runs.items()}
     figures: Figures = {
@@ -209,15 +211,24 @@ def _fitted(
             break
     left = until - time.perf_counter()
     for shrink in SHRINKS:
-        turn_seconds = took * _tokens(requests_of(shrink)) / _tokens(trial)
-        if turn_seconds * (repeats + OTHER_TURNS) <= left:
+        requests = requests_of(shrink)
+        turn_seconds = took * _tokens(requests) / _tokens(trial)
+        others = _other_turns(sides, requests)
+        if turn_seconds * (others + repeats) <= left:
             return shrink, repeats
-    if turn_seconds * (1 + OTHER_TURNS) > left:
+    if (once := turn_seconds * (others + 1)) > left:
         raise DoesNotFit(
-            f"with lengths × {shrink:g} and one repeat it takes about {turn_seconds * (1 + OTHER_TURNS):.0f} seconds, and "
+            f"with lengths × {shrink:g} and one repeat it takes about {once:.0f} seconds, and "
             f"{max(0.0, left):.0f} were left for it"
         )
-    return shrink, int(left / turn_seconds) - OTHER_TURNS
+    return shrink, int(left / turn_seconds - others)
+
+
+def _other_turns(sides: dict[str, Side], requests: Requests) -> float:
+    """What a row costs beside its repeats, in turns: the first; choosing transformers' setting, and asking it for logits."""
+    if "transformers" not in sides:
+        return 1
+    return 2 + 2 * len(CANDIDATES) * min(1, TRIAL_TOKENS / max(output for _, output in requests))
 
 
 def _tokens(requests: Requests) -> int:
