@@ -27,6 +27,7 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
 from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels.transfer import to_device
 
 QUERIES_PER_TILE = 256
 LONGEST_OVER_SHORTEST = 2
@@ -119,11 +120,11 @@ def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
     tables = metadata.block_table[:, : -(-context // metadata.block_size)]
     tokens = None if in_order else np.add.outer(tiles.first_tokens, np.arange(num_queries)).ravel()
     return Group(
-        tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
+        tokens=None if tokens is None else to_device(torch.from_numpy(tokens), device),
         num_tiles=len(tiles),
         num_queries=num_queries,
         context=context,
-        block_ids=tables[torch.from_numpy(tiles.sequences).to(device)].flatten(),
+        block_ids=tables[to_device(torch.from_numpy(tiles.sequences), device)].flatten(),
         from_start=from_start,
         hidden=hidden,
         unwritten=unwritten if shortest < context else None,
@@ -134,7 +135,7 @@ def _masks(
     lengths: np.ndarray, num_queries: int, device: torch.device
 ) -> tuple[Bool[Tensor, "tiles 1 queries L"], tuple[Int[Tensor, "holes"], Int[Tensor, "holes"]]]:
     """What the queries of each tile may not see, and the slots of a group beyond the contexts of its tiles."""
-    contexts = torch.from_numpy(lengths).to(device).unsqueeze(1)
+    contexts = to_device(torch.from_numpy(lengths), device).unsqueeze(1)
     keys, queries = torch.arange(int(lengths.max()), device=device), torch.arange(num_queries, device=device)
     hidden = (keys > (contexts - num_queries + queries)[..., None]).unsqueeze(1)
     tile, position = (keys >= contexts).nonzero().unbind(1)

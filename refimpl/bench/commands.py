@@ -248,6 +248,9 @@ def swap(
     lengths: Annotated[str, typer.Option(help="Tokens of the victims, rising, by commas.")] = "64,128,256,512,1024",
     others: Annotated[int, typer.Option(help="Requests that decode beside the longest victim.")] = 8,
     repeats: Annotated[int, typer.Option(help="Preemptions of each kind and length.")] = 5,
+    model_config: Annotated[
+        str | None, typer.Option(help="With random weights: llama-3-8b, llama-3-70b, or a folder with a config.json.")
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(help="Write the event log of the swaps beside others here (.jsonl, .jsonl.gz), for widgets."),
@@ -264,7 +267,7 @@ def swap(
         tokens = tuple(int(length) for length in lengths.split(","))
     except ValueError as error:
         raise ConfigError(f"lengths is {lengths!r}; give whole numbers by commas, such as 64,256,1024") from error
-    report_result(run(engine_options, tokens, others, repeats, timeline), as_json, save)
+    report_result(run(engine_options, tokens, others, repeats, timeline, model_config), as_json, save)
 
 
 @bench.command()

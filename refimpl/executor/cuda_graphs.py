@@ -26,20 +26,16 @@ from torch import Tensor
 from refimpl.attention.backend import AttentionBackend, AttentionMetadata
 from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch, StepInputs
+from refimpl.kernels.transfer import to_device
 from refimpl.models.llama import LlamaForCausalLM
 
-LARGEST = 256
-"""Rows of the largest graph. Beyond, the GPU is slower than Python's starting of kernels."""
-SPACING = 8
+SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+"""Numbers of rows that graphs are recorded for. Over evenly spread batches under 4% of the rows are padding."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every eighth number of rows, up to the first that holds ``max_num_seqs``, or 256 if that is less.
-
-    Over evenly spread batches of 1 to 256 rows, fewer than 4 rows a step are padding: under 3%.
-    """
-    sizes = [1, 2, 4, *range(SPACING, LARGEST + 1, SPACING)]
-    return sizes[: bisect.bisect_left(sizes, max_num_seqs) + 1]
+    """Those of ``SIZES`` up to the first that holds ``max_num_seqs``; all, if none does."""
+    return SIZES[: bisect.bisect_left(SIZES, max_num_seqs) + 1]
 
 
 class DecodeStep:
@@ -72,8 +68,7 @@ class DecodeStep:
         """Say which sequences are decoded, and their lengths with the token that is computed. Other rows are empty."""
         count = len(slots)
         self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
-        # From memory that is not pinned: it is read before this returns, so it can be written for the next step.
-        self._rows.copy_(torch.from_numpy(self._staged), non_blocking=True)
+        self._rows.copy_(to_device(torch.from_numpy(self._staged), self.device))
 
     def forward(self, size: int) -> Float[Tensor, "size H"]:
         """Hidden states of the last tokens of the first ``size`` rows; those of empty rows mean nothing."""

@@ -13,6 +13,7 @@ import torch
 
 from refimpl.attention import AttentionBackend, Setting, backend_choice, choose_backend
 from refimpl.cache.kv_cache import KVCache
+from refimpl.cache.staged_blocks import staging_bytes
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
 from refimpl.executor import gpu_memory, memory
@@ -60,8 +61,8 @@ class LocalExecutor:
             backend = choose_backend(args.attention_backend, setting)
             log.info("attention: %s (%s)", *backend_choice(args.attention_backend, setting))
             self.graph_sizes = self._graph_sizes(args, backend, max_num_seqs)
-            available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
             self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
+            available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
             self.num_blocks = memory.num_blocks(args.cache_config(), checkpoint.config, self.dtype.itemsize, available)
             max_model_len = min(max_model_len, self.num_blocks * args.block_size)
             self.runner = ModelRunner(
@@ -182,6 +183,8 @@ class LocalExecutor:
         beside = gpu_memory.step_bytes(args, model, self.dtype, self.device, max_num_seqs, num_tokens)
         if self.graph_sizes:
             beside += gpu_memory.graph_bytes(args, model, self.dtype, self.device, self.graph_sizes, longest)
+        if self.num_host_blocks:
+            beside += staging_bytes(self.block_bytes, self.num_host_blocks)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return min(memory.gpu_cache_bytes(cache, total, total - free, beside), enough)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from refimpl.layers.by_triton import by_triton
+from refimpl.kernels.by_triton import by_triton
 from refimpl.layers.linear import Linear
 
 

@@ -22,7 +22,8 @@ def test_sizes_reach_the_most_sequences_and_no_further():
     assert graph_sizes(3) == [1, 2, 4]
     assert graph_sizes(4) == [1, 2, 4]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 24]
-    assert graph_sizes(256) == graph_sizes(1000) == [1, 2, 4, *range(8, 257, 8)]
+    assert graph_sizes(256) == [1, 2, 4, *range(8, 257, 8)]
+    assert graph_sizes(500) == graph_sizes(1000) == [*graph_sizes(256), *range(272, 513, 16)]
 
 
 def test_padding_is_under_eight_in_a_hundred_rows():

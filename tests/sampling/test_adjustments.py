@@ -199,3 +199,18 @@ def test_two_words_that_end_alike_do_not_undo_each_other():
 def test_a_word_longer_than_the_text_is_not_written_yet():
     got, _ = adjusted(random_logits(1), [([3], [], {"bad_word_ids": ((0, 0, 3, 9), (3, 8))})])
     assert [(got[0, i] == -INF).item() for i in (9, 8)] == [False, True]
+
+
+def test_a_kernel_penalises_the_same(monkeypatch):
+    """By the interpreter where there is no GPU; rows that ask for nothing, or for something else, are left alone."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    penalties = {"presence_penalty": 0.75, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
+    asked = [penalties, {"logit_bias": ((3, 2.0),)}, {}, penalties | {"bad_word_ids": ((7,),)}, {"presence_penalty": 1.0}]
+    several = [(prompt, output, wish) for (prompt, output), wish in zip(TEXTS, asked, strict=True)]
+    logits = random_logits(len(TEXTS))
+    expected, _ = adjusted(logits, several)
+    monkeypatch.setattr("refimpl.sampling.adjustments.by_triton", lambda x: True)
+    got, _ = adjusted(logits.to(device), several, device=device)
+    assert_same(got.cpu(), expected)
+    assert_same(logits, random_logits(len(TEXTS)), "the argument is not changed")

@@ -1,6 +1,7 @@
 """Which operations run by refimpl's Triton kernels: all that have one, on a GPU. Elsewhere they are plain torch.
 
-A layer asks :func:`by_triton` of the tensor in hand, so the same model runs on any device. float64 is torch's everywhere.
+Who has a kernel and plain torch to choose from asks :func:`by_triton` of the tensor in hand, so the same model runs on any
+device. float64 is torch's everywhere.
 """
 
 from __future__ import annotations
