@@ -34,6 +34,7 @@ LAYERS = [
         "events",
         "decision_texts",
         "memory_report",
+        "tile_records",
     },
     {"cache", "scheduler", "tokenizer", "kernels"},
     {"attention", "quantization", "layers"},
@@ -68,6 +69,7 @@ LAYERS = [
         "chat",
         "chat_command",
         "doctor",
+        "exercises",
         "claims",
         "lab",
     },
@@ -214,6 +216,7 @@ def test_visualizers_know_what_happened_and_nothing_of_the_engine():
             "decision_texts",
             "outputs",
             "memory_report",
+            "tile_records",
             "visualizers",
         }, path
 
