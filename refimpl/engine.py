@@ -233,8 +233,8 @@ class Engine:
 
     def _hand_out(self) -> list[RequestOutput]:
         """What steps brought, as outputs. Nothing comes of requests that were aborted meanwhile."""
-        news = [s for s in self._loop.take_news() if self._book.unfinished(s.request.request_id) is s.request]
-        outputs, self._kept = self._kept + self._processor.process(news), []
+        requests = dict.fromkeys([sequence.request for sequence in self._loop.take_news()])
+        outputs, self._kept = self._kept + self._processor.process(self._book.only_unfinished(requests)), []
         for output in outputs:
             if output.finished and (request := self._book.unfinished(output.request_id)) is not None:
                 self._retire(request)

@@ -51,6 +51,7 @@ class StepInputs:
     """Which of these each of them draws from; None where it is one each. Samples that begin together share one."""
     slots: Int64[Tensor, "R"]
     """Of the rows that draw."""
+    slots_on_host: np.ndarray
     sampling: SamplingRows
     logprobs: dict[int, int]
     """How many most probable tokens are reported beside the one drawn, for those of the drawing rows that ask."""
@@ -161,6 +162,7 @@ class InputBatch:
             last_tokens=drawing.last_tokens,
             logits_row=drawing.logits_row,
             slots=drawing.slots_on_device,
+            slots_on_host=drawing.slots,
             sampling=self.sampling.at(drawing.sampling, drawing.slots, self.num_tokens[drawing.slots], self.token_ids),
             logprobs=self.readout.logprob_counts(drawing.slots),
             reads=self.readout.reads(rows.slots, starts, rows.counts, rows.offsets),
@@ -233,7 +235,7 @@ class InputBatch:
         if not inputs.drawing:
             return PendingOutput(num_rows, [], None, extras)
         self.token_ids[inputs.slots, inputs.sampling.position] = token_ids.clamp(min=0)
-        self.num_tokens[inputs.row_slots[inputs.drawing]] += 1
+        self.num_tokens[inputs.slots_on_host] += 1
         return PendingOutput(num_rows, inputs.drawing, token_ids, extras)
 
     def _to_device(self, array: np.ndarray) -> Int64[Tensor, "size"]:
