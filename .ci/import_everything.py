@@ -11,7 +11,9 @@ assert "site-packages" in str(package), f"this is not the installed refimpl: {pa
 names = [module.name for module in pkgutil.walk_packages(refimpl.__path__, "refimpl.")]
 names += [f"refimpl.kernels.{path.name[:-3]}" for path in package.joinpath("kernels").iterdir() if path.name.endswith(".py")]
 NEED_TRITON = ("refimpl.kernels.", "refimpl.attention.triton_paged")  # torch brings it with its CUDA builds
-NEED_NOTEBOOKS = {"refimpl.visualizers.view", "refimpl.visualizers.widgets"}  # pip install "refimpl[notebooks]"
+NEED_NOTEBOOKS = {
+    f"refimpl.visualizers.{name}" for name in ("attention_view", "view", "widgets")
+}  # pip install "refimpl[notebooks]"
 for name in sorted(set(names) - NEED_NOTEBOOKS):
     try:
         importlib.import_module(name)

@@ -44,6 +44,7 @@ from refimpl.kernels.attention_tiles import (
     target_of,
 )
 from refimpl.kernels.launch import device_of
+from refimpl.kernels.transfer import to_device
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -145,7 +146,7 @@ def plan_prefill(
     """The tiles of one step, for every layer: the sequences with more than ``serve_above`` queries."""
     tiles = prefill_tiles((target or target_of(device)).capability, head_dim, dtype)
     cut = cut_queries(query_lens, context_lens, serve_above, tiles.tile_m)
-    return torch.tensor(cut, dtype=torch.int32).view(-1, 2).to(device, non_blocking=True)
+    return to_device(torch.tensor(cut, dtype=torch.int32).view(-1, 2), device)
 
 
 def flash_attention(

@@ -157,10 +157,6 @@ class BlockPools:
         """Copy ``staging [n, pools, B, Hkv, D]`` into blocks ``block_ids [n]``, which are distinct, of every pool."""
         self._stage(block_ids, staging, gather=False)
 
-    def staging(self, count: int) -> Tensor:
-        """A buffer for so many blocks."""
-        return self.pools[0].new_empty(count, len(self.pools), *self.block_shape)
-
     def _stage(self, block_ids: Tensor, staging: Tensor, gather: bool) -> None:
         expected = (len(block_ids), len(self.pools), *self.block_shape)
         check_same("sizes of the staging buffer", given=tuple(staging.shape), expected=expected)

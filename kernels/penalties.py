@@ -6,8 +6,8 @@
     penalise   each place takes the count out (exchanged for 0, so of a token that occurs often one place gets it)
                and changes that one logit
 
-The exchange leaves ``counts`` all zero, as the next step needs it; so it is cleared once in its life. Nothing is kept
-between steps: counts are made anew from the text. Two launches; a place of the text costs its token id and one access to
+The exchange leaves ``counts`` all zero, so who keeps it clears it once. Nothing is known from one call to the next: counts
+are made anew from the text. Two launches; a place of the text costs its token id and one access to
 counts each time, and a distinct token one logit read and written. Which of a token's places gets the count does not matter,
 since all know the same of it: results do not depend on the order of the atomic operations.
 
@@ -31,7 +31,7 @@ BLOCK = 512
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_ids_stride"])
 def count_kernel(
     token_ids: tl.tensor,
     num_prompt_tokens: tl.tensor,
@@ -52,7 +52,8 @@ def count_kernel(
     tl.atomic_or(cell, IN_PROMPT, mask=written & (place < tl.load(num_prompt_tokens + text)))
 
 
-@triton.jit
+# The penalties are three columns of one table, and a text grows step by step: neither is worth another compilation.
+@triton.jit(do_not_specialize=["token_ids_stride"], do_not_specialize_on_alignment=["presence", "frequency", "repetition"])
 def penalise_kernel(
     logits: tl.tensor,
     rows: tl.tensor,
@@ -106,6 +107,8 @@ def penalise(
     """
     A, L = token_ids.shape
     check_last_axis(logits=logits, token_ids=token_ids, counts=counts)
+    check_last_axis(rows=rows, num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens)
+    check_last_axis(presence=presence, frequency=frequency, repetition=repetition)
     check_same("vocabularies", logits=logits.shape[1], counts=counts.shape[1])
     check_same("rows", rows=len(rows), token_ids=A, counts=min(A, len(counts)))
     if A and L:

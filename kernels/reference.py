@@ -75,6 +75,19 @@ def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def linear(
+    x: Float[Tensor, "T in_features"], weight: Float[Tensor, "out_features in_features"]
+) -> Float[Tensor, "T out_features"]:
+    """``x Wᵀ``, added up in float64 and rounded once."""
+    return (x.double() @ weight.double().T).to(x.dtype)
+
+
+def gated_linear(x: Float[Tensor, "T H"], weight: Float[Tensor, "two_I H"]) -> Float[Tensor, "T I"]:
+    """SwiGLU's product (Shazeer 2020) of what gate's and up's weights, one above the other, make of ``x``."""
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
 def write_kv(
     key: Float[Tensor, "T Hkv D"],
     value: Float[Tensor, "T Hkv D"],

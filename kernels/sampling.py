@@ -21,6 +21,8 @@ bytes a row (2·V for logits of 16 bits), twice that where ``raw`` differs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,14 +30,14 @@ from torch import Tensor
 
 from refimpl.kernels import reference
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
-from refimpl.kernels.sampling_cut import CUT_TILES, below, cut_kernel, fixed_point, is_kept, is_usable, largest, scaled
+from refimpl.kernels.sampling_cut import PART, PASS, PIVOTS, cut_kernel, shorten_kernel, survey_kernel
+from refimpl.kernels.sampling_mass import GREEDY_BELOW, below, fixed_point, is_kept, is_usable, largest, scaled
 
 TILE = 4096
 """Tokens of a tile. It may be tuned: masses are exact, so no token depends on it."""
 NUM_WARPS = 8
 BAD_LOGITS = tl.constexpr(reference.BAD_LOGITS)
 NOTHING_LEFT = tl.constexpr(reference.NOTHING_LEFT)
-GREEDY_BELOW = tl.constexpr(reference.GREEDY_BELOW)
 
 
 @triton.jit
@@ -214,14 +216,38 @@ def sample(
             ADJUSTED=raw is not None, TILE=TILE, **options,
         )  # fmt: skip
         if top_k is not None:
-            shorts = torch.empty(R, V, dtype=torch.float32, device=logits.device)
-            cut_kernel[(R,)](
-                logits, temperature, top_k, top_p, min_p, peaks, cuts, cut_ids, masses, shorts,
-                logits.stride(0), V, num_tiles, TILES=power_of_two(num_tiles), TILE=TILE, **CUT_TILES, **options,
-            )  # fmt: skip
+            _cut(logits, (temperature, top_k, top_p, min_p), peaks, (cuts, cut_ids, masses), options)
         draw_kernel[(R,)](
             logits, raw_or_logits, temperature, seed, path, position, cuts, cut_ids, peaks, peak_ids, masses,
             raw_peaks, raw_masses, token_ids, logprobs, *strides, num_tiles, purpose,
             FILTERED=top_k is not None, TILES=power_of_two(num_tiles), TILE=TILE, **options,
         )  # fmt: skip
     return token_ids, logprobs
+
+
+def _cut(
+    logits: Tensor,
+    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    peaks: Tensor,
+    results: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+) -> None:
+    """Find the cuts of all rows: temperature, top_k, top_p and min_p in, the cuts, their ids and the masses kept out."""
+    (R, V), num_tiles = logits.shape, peaks.shape[1]
+    num_parts = triton.cdiv(V, PART)
+    counts = torch.empty(R, num_parts, PIVOTS, dtype=torch.int32, device=logits.device)
+    amounts = torch.empty(R, num_parts, PIVOTS, dtype=torch.int64, device=logits.device)
+    shorts = torch.empty(R, V, dtype=torch.float32, device=logits.device)
+    short_ids = torch.empty(R, V, dtype=torch.int32, device=logits.device)
+    tiles, parts = {"TILES": power_of_two(num_tiles), "PIVOTS": PIVOTS} | options, {"PARTS": power_of_two(num_parts)}
+    survey_kernel[(R, num_parts)](
+        logits, *parameters, peaks, counts, amounts, logits.stride(0), V, num_tiles, PART=PART, **tiles
+    )  # fmt: skip
+    shorten_kernel[(R, num_parts)](
+        logits, *parameters, peaks, counts, amounts, shorts, short_ids, logits.stride(0), V, num_tiles,
+        PART=PART, **parts, **tiles,
+    )  # fmt: skip
+    cut_kernel[(R,)](
+        *parameters, peaks, counts, amounts, shorts, short_ids, *results, V, num_tiles, num_parts,
+        TILE=TILE, PASS=PASS, **parts, **tiles,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from refimpl.kernels import cases, reference
 from refimpl.kernels.launch import dtypes_for, pointer, power_of_two
 from refimpl.kernels.philox import Purpose, uniform
 from refimpl.kernels.sampling import NUM_WARPS, TILE, draw_kernel, sample, tile_statistics_kernel
-from refimpl.kernels.sampling_cut import CUT_TILES, cut_kernel
+from refimpl.kernels.sampling_cut import PART, PASS, PIVOTS, cut_kernel, shorten_kernel, survey_kernel
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 EDGE = 1e-6
@@ -98,21 +98,24 @@ def _bytes(shape: Shape, dtype: torch.dtype) -> int:
 
 def _compiles(capability: int) -> tuple[Compile, ...]:
     tiles = {"TILES": power_of_two(128_256 // TILE), "TILE": TILE}
+    parts = {"TILES": tiles["TILES"], "PIVOTS": PIVOTS, "PARTS": power_of_two(128_256 // PART)}
     constants = {
         tile_statistics_kernel: {"ADJUSTED": True, "TILE": TILE},
-        cut_kernel: tiles | CUT_TILES,
+        survey_kernel: {"TILES": tiles["TILES"], "PIVOTS": PIVOTS, "PART": PART},
+        shorten_kernel: parts | {"PART": PART},
+        cut_kernel: tiles | parts | {"PASS": PASS},
         draw_kernel: tiles | {"FILTERED": True},
     }
     logits = pointer(dtypes_for(capability)[0])
     types = dict.fromkeys(
-        ("temperature", "top_p", "min_p", "peaks", "cuts", "raw_peaks", "raw_masses", "logprobs", "shorts"), "*fp32"
+        ("temperature", "top_p", "min_p", "peaks", "cuts", "raw_peaks", "raw_masses", "logprobs", "short", "shorts"), "*fp32"
     )
-    types |= dict.fromkeys(("seed", "path", "position", "top_k", "masses", "token_ids"), "*i64")
-    types |= {"logits": logits, "raw": logits, "peak_ids": "*i32", "cut_ids": "*i32"}
+    types |= dict.fromkeys(("seed", "path", "position", "top_k", "amounts", "masses", "token_ids"), "*i64")
+    types |= {"logits": logits, "raw": logits, "peak_ids": "*i32", "cut_ids": "*i32", "counts": "*i32", "short_ids": "*i32"}
     found = []
     for kernel, compiled in constants.items():
         signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in compiled}
-        odd = frozenset({"num_tiles", "purpose"})
+        odd = frozenset({"num_tiles", "num_parts", "purpose"})
         label = kernel.__name__.removesuffix("_kernel")
         found.append(Compile(kernel, signature, compiled, NUM_WARPS, unaligned=odd, label=label, fp_fusion=False))
     return tuple(found)

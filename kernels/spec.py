@@ -33,6 +33,8 @@ HOMES: dict[str, str] = {
     "add_rms_norm": "rms_norm",
     "rotary": "rotary",
     "silu_mul": "silu_mul",
+    "linear": "linear",
+    "gated_linear": "linear",
     "write_kv": "kv_write",
     "turn_and_write_kv": "kv_write",
     "copy_blocks": "kv_blocks",

@@ -271,6 +271,11 @@ class EngineArgs:
         """``(max_num_seqs, max_num_batched_tokens)``, the default of the first filled in."""
         return self.max_num_seqs or min(256, self.max_num_batched_tokens), self.max_num_batched_tokens
 
+    def overlaps(self, on_gpu: bool) -> bool:
+        """Whether a step is planned while the last one computes: never where each step needs the last one's token ids."""
+        wanted = on_gpu if self.async_scheduling is None else self.async_scheduling
+        return wanted and self.enable_kv_cache
+
     def checked_max_model_len(self, model_limit: int) -> int:
         """The context length asked for, in tokens, before the cache's size is known.
 

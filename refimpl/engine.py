@@ -62,33 +62,29 @@ class Engine:
         checkpoint = open_checkpoint(args.model)
         self.model_config = checkpoint.config
         model_limit = self.model_config.context_limit(args.max_model_len)
-        on_gpu = resolve_device(args.device).type == "cuda"
-        # The naive way needs each token's id on the host before it can plan: no overlap.
-        wanted = args.async_scheduling if args.async_scheduling is not None else on_gpu
-        self._depth = 1 if wanted and args.enable_kv_cache else 0
+        overlap = args.overlaps(resolve_device(args.device).type == "cuda")
         self.tokenizer = checkpoint.tokenizer()
-        overlap = self._depth > 0
         executor: Executor = LocalExecutor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
         self._executor = executor
         weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
         try:
             config = args.scheduler_config(model_limit, executor.num_blocks * args.block_size)
             kv = make_kv_cache_manager(args, executor.num_blocks, config.max_model_len, executor.num_host_blocks)
+            if config.max_model_len < (args.max_model_len or model_limit):
+                log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
+            self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
+            costs, hooks, token_text = executor.preemption_costs, executor.logits_hooks, self.tokenizer.token_text
+            self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, self._processor, costs)
+            self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args, clock, hooks)
+            self._recorder = Recorder(checkpoint.name, config, kv, overlap, args.event_log_size, clock, token_text, executor)
         except BaseException:
             executor.close()
             raise
-        if config.max_model_len < (args.max_model_len or model_limit):
-            log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
-        self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
-        costs, hooks, token_text = executor.preemption_costs, executor.logits_hooks, self.tokenizer.token_text
-        self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, self._processor, costs)
-        self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args, clock, hooks)
-        self._recorder = Recorder(checkpoint.name, config, kv, overlap, args.event_log_size, clock, token_text, executor)
         self.events = self._recorder.events
         self.gate = Gate()
         """Where who watches may hold the engine between two steps."""
         self._lock = EngineLock()
-        self._loop = StepLoop(self.scheduler, self._executor, self._recorder, self._depth)
+        self._loop = StepLoop(self.scheduler, self._executor, self._recorder, depth=int(overlap))
         self._kept: list[RequestOutput] = []
         self._book = RequestBook()
         self._closed = False
@@ -145,11 +141,10 @@ class Engine:
         """End requests wherever they are; nothing more comes of them. Unknown ids are no error."""
         with self._lock:
             request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
-            for one in request_ids:
-                if (request := self._book.unfinished(one)) is not None:
-                    self.num_aborted += 1
-                    self.scheduler.abort(request)
-                    self._retire(request)
+            for request in filter(None, map(self._book.unfinished, request_ids)):
+                self.num_aborted += 1
+                self.scheduler.abort(request)
+                self._retire(request)
             self._kept = [output for output in self._kept if output.request_id not in request_ids]
             self._loop.drain_if_idle()
             if not self.has_unfinished_requests():
@@ -210,7 +205,8 @@ class Engine:
         no time. A step that cannot be computed ends its requests with reason "error", and is logged; the engine and all
         other requests go on. Ctrl-C is taken after the step; what it brought is returned by the next call.
 
-        ``while_held`` is called about every 50 ms while the gate holds the engine before the step.
+        ``while_held`` is called about every 50 ms while the gate holds the engine before the step. Then nothing stays in
+        flight: who watches sees all that was computed.
         """
         self.check_open()
         with interrupts_between_steps() as check_interrupt:
@@ -221,17 +217,24 @@ class Engine:
                 if while_held is not None:
                     while_held()
 
-            self.gate.wait(meanwhile)
-            with self._lock:
-                self.check_open()
-                self._loop.step()
+            if not self._take_in_if_held():
+                self.gate.wait(meanwhile)
+                with self._lock:
+                    self.check_open()
+                    self._loop.step()
+                self._take_in_if_held()
         with self._lock:
             return self._hand_out()
 
+    def _take_in_if_held(self) -> bool:
+        """Take in the steps in flight if the gate holds the next one; whether there were any."""
+        with self._lock:
+            return self.gate.holds and self._loop.drain()
+
     def _hand_out(self) -> list[RequestOutput]:
         """What steps brought, as outputs. Nothing comes of requests that were aborted meanwhile."""
-        news = [s for s in self._loop.take_news() if self._book.unfinished(s.request.request_id) is s.request]
-        outputs, self._kept = self._kept + self._processor.process(news), []
+        requests = dict.fromkeys([sequence.request for sequence in self._loop.take_news()])
+        outputs, self._kept = self._kept + self._processor.process(self._book.only_unfinished(requests)), []
         for output in outputs:
             if output.finished and (request := self._book.unfinished(output.request_id)) is not None:
                 self._retire(request)
@@ -256,6 +259,7 @@ class Engine:
             if not self.can_step():
                 raise RefimplError("no request waits or runs; add one with engine.add_request, or call generate")
             self._loop.step()
+            self._loop.drain()
             self._kept = self._hand_out()
 
     # ------------------------------------------------------------------ looking inside
@@ -310,10 +314,7 @@ class Engine:
             return audit(self.scheduler.snapshot())
 
     def close(self) -> None:
-        """Abort what is unfinished and give threads and memory back. May be called twice.
-
-        In a child that was forked off there is nothing to give back, and nothing is done.
-        """
+        """Abort what is unfinished and give threads and memory back. May be called twice. In a forked child, nothing."""
         if not self._lock.in_its_process:
             return
         with self._lock:

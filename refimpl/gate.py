@@ -27,8 +27,13 @@ class Gate:
 
     @property
     def closed(self) -> bool:
-        """Whether the next step is held."""
+        """Whether steps are held, but for those that were allowed one by one."""
         return self._closed
+
+    @property
+    def holds(self) -> bool:
+        """Whether who comes now would be held."""
+        return self._closed and not self._allowed
 
     def close(self) -> None:
         """Hold the engine before its next step."""
@@ -85,14 +90,14 @@ class Gate:
 
     def _take(self) -> bool:
         """Whether the next step may be taken; then it is taken off those allowed."""
-        if self._closed and not self._allowed:
+        if self.holds:
             return False
         self._allowed = max(0, self._allowed - 1)
         return True
 
     def _take_within(self, seconds: float) -> bool:
         with self._changed:
-            if self._closed and not self._allowed:
+            if self.holds:
                 self._changed.wait(seconds)
             taken = self._take()
             self.num_waiting -= taken

@@ -1,4 +1,7 @@
-"""What the memory holds: CacheUsage, the KV cache at one moment, and MemoryReport, which puts bytes and weights to it."""
+"""What the memory holds: CacheUsage, the KV cache at one moment, and MemoryReport, which puts bytes and weights to it.
+
+On a GPU the report also divides the whole card, part by part, and says what each setting would change.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,38 @@ class CacheUsage(msgspec.Struct, frozen=True):
         return self.wasted_slots / (self.used_blocks * self.block_size) if self.used_blocks else 0.0
 
 
+class MemoryPart(msgspec.Struct, frozen=True):
+    """A part of a device's memory."""
+
+    name: str
+    num_bytes: int
+    note: str
+
+
+class SettingChange(msgspec.Struct, frozen=True):
+    """What one setting, changed alone, would make of the KV cache."""
+
+    setting: str
+    """As it would be given, ``max_num_seqs=128``."""
+    num_blocks: int
+    more_tokens: int
+    """Token slots more than now; fewer, below 0."""
+
+
 class HoldsMemory(Protocol):
     """What an executor says of its memory."""
 
     device_name: str
     weight_bytes: int
     block_bytes: int
+
+    @property
+    def memory_parts(self) -> tuple[MemoryPart, ...]:
+        """The device's memory, part by part."""
+
+    @property
+    def setting_changes(self) -> tuple[SettingChange, ...]:
+        """What other settings would make of the cache."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
@@ -56,11 +85,16 @@ class MemoryReport(msgspec.Struct, frozen=True):
     max_model_len: int
     """What a contiguous cache reserves for each sequence, in tokens."""
     usage: CacheUsage
+    parts: tuple[MemoryPart, ...] = ()
+    """On a GPU, where its memory goes; the last is the whole, the sum of the others."""
+    changes: tuple[SettingChange, ...] = ()
+    """On a GPU whose cache was sized by what was free: what other settings would make of it."""
 
     @classmethod
     def of(cls, holder: HoldsMemory, max_model_len: int, usage: CacheUsage) -> MemoryReport:
         """The report of an executor's memory, used so."""
-        return cls(holder.device_name, holder.weight_bytes, holder.block_bytes, max_model_len, usage)
+        sizes = holder.weight_bytes, holder.block_bytes
+        return cls(holder.device_name, *sizes, max_model_len, usage, holder.memory_parts, holder.setting_changes)
 
     @property
     def pool_bytes(self) -> int:
@@ -100,8 +134,18 @@ class MemoryReport(msgspec.Struct, frozen=True):
         ]
         if usage.stranded_blocks:
             rows.insert(7, ("    wasted outside", usage.stranded_blocks * self.block_bytes, "too short for a reservation"))
-        lines = [f"{self.device:<22}{'MiB':>10}"]
-        return "\n".join(lines + [f"{name:<22}{count / 1024**2:>10,.1f}   {note}".rstrip() for name, count, note in rows])
+        lines = _table(self.device, rows)
+        if self.parts:
+            lines += ["", *_table("where the memory goes", [(part.name, part.num_bytes, part.note) for part in self.parts])]
+        if self.changes:
+            lines += ["", *self._other_settings()]
+        return "\n".join(lines)
+
+    def _other_settings(self) -> list[str]:
+        changes = [
+            (change.setting, f"{change.num_blocks:,} blocks", f"{change.more_tokens:+,} tokens") for change in self.changes
+        ]
+        return ["with another setting", *(f"  {setting:<32}{blocks:>18}{more:>22}" for setting, blocks, more in changes)]
 
     def _fitting(self) -> str:
         """How many sequences as long as those that run now; of the longest, while none does."""
@@ -112,3 +156,9 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
     def _slot_bytes(self, slots: int) -> int:
         return slots * self.block_bytes // self.usage.block_size
+
+
+def _table(title: str, rows: list[tuple[str, int, str]]) -> list[str]:
+    """Names, MiB and notes in columns."""
+    lines = [f"{title:<22}{'MiB':>10}"]
+    return lines + [f"{name:<22}{count / 1024**2:>10,.1f}   {note}".rstrip() for name, count, note in rows]

@@ -76,10 +76,10 @@ class OutputProcessor:
         text = self._stream(sequence).text
         return None if text is None else text.finish()
 
-    def process(self, advanced: Iterable[Sequence]) -> list[RequestOutput]:
-        """One output for each request of which a sample took a token or ended."""
+    def process(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """One output for each of the requests of which a sample took a token or ended."""
         outputs = []
-        for request in dict.fromkeys([sequence.request for sequence in advanced]):
+        for request in requests:
             if request.params.output_kind == "final_only" and not request.finished:
                 continue
             outputs.append(output := self._output(request))
@@ -130,12 +130,14 @@ class OutputProcessor:
             unread = told if stream.tokens_read == stream.tokens_sent else token_ids[stream.tokens_read :]
             text = stream.text.read(unread) if reason is None else self._last_text(sequence, stream.text, unread)
             stream.tokens_read = len(token_ids)
-        details = self._details(sequence, stream) if stream.detailed else ()
+        details = self._details(sequence, stream) if stream.detailed else None
         if stream.delta:
             stream.tokens_sent = len(token_ids)
             stream.told_end = reason is not None
         else:
             text = stream.text_sent = stream.text_sent + text
+        if details is None:  # nearly always, and quicker than with nothing to unpack
+            return CompletionOutput(sequence.index, text, told, reason, sequence.stop_reason)
         return CompletionOutput(sequence.index, text, told, reason, sequence.stop_reason, *details)
 
     def _last_text(self, sequence: Sequence, text: TextStream, unread: list[int]) -> str:

@@ -235,7 +235,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     """By row, for the few that have any."""
 
 
-class CompletionOutput(msgspec.Struct, frozen=True):
+class CompletionOutput(msgspec.Struct, frozen=True, gc=False):
     """One sample of a request: all of it so far, or what is new, by ``SamplingParams.output_kind``."""
 
     index: int
@@ -273,7 +273,7 @@ class CompletionOutput(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(later, **changes)
 
 
-class RequestOutput(msgspec.Struct, frozen=True):
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """What a user gets of a request."""
 
     request_id: str

@@ -91,7 +91,7 @@ class Recorder:
             slots=batch.slots,
             num_new_tokens=batch.num_new_tokens,
             token_ids=tuple(update.token_ids),
-            token_texts=tuple("" if token == NO_TOKEN else text(token) for token in update.token_ids),
+            token_texts=tuple(["" if token == NO_TOKEN else text(token) for token in update.token_ids]),
             arrived=tuple(_arrival(arrival, text) for arrival in output.arrived),
             aborted=output.aborted,
             preempted=output.preempted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from refimpl.errors import RequestError
 from refimpl.request import Request, Sequence
@@ -26,6 +27,11 @@ class RequestBook:
     def unfinished(self, request_id: str) -> Request | None:
         """The unfinished request of an id."""
         return self._unfinished.get(request_id)
+
+    def only_unfinished(self, requests: Iterable[Request]) -> list[Request]:
+        """Those of some requests of which more may come."""
+        unfinished = self._unfinished
+        return [request for request in requests if unfinished.get(request.request_id) is request]
 
     def check_free(self, request_id: str) -> None:
         """See that a new request may have this id.

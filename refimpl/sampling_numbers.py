@@ -39,6 +39,12 @@ class SamplingNumbers(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The request has a logits hook. The hook itself cannot travel: see :class:`refimpl.sampling_params.LogitsHooks`."""
 
     @property
+    def adjusted(self) -> bool:
+        """Whether something is done to the logits beyond temperature and filters."""
+        ids = self.logit_bias or self.allowed_token_ids or self.bad_word_ids or (self.min_tokens and self.ending_ids)
+        return bool(ids) or self.penalised or self.hooked
+
+    @property
     def penalised(self) -> bool:
         """Whether a penalty is on."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1

@@ -76,10 +76,12 @@ class StepLoop:
             self._take_in_oldest()
         self.drain_if_idle()
 
-    def drain(self) -> None:
-        """Take in every step in flight, so that all tokens are known here."""
+    def drain(self) -> bool:
+        """Take in every step in flight, so that all tokens are known here; whether there were any."""
+        found = bool(self._in_flight)
         while self._in_flight:
             self._take_in_oldest()
+        return found
 
     def tell_news(self) -> None:
         """Record what happened since the last step when no further step will."""

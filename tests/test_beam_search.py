@@ -117,8 +117,8 @@ def test_a_beam_of_one_is_greedy(model):
         [output] = search(engine, PROMPTS[:1], 1, early_stopping=True, **options)
         engine.add_request("greedy", PROMPTS[0], msgspec.structs.replace(most, **options))
         while engine.has_unfinished_requests():
-            [greedy] = engine.step()
-        [found], [drawn] = output.outputs, greedy.outputs
+            outputs = engine.step()
+        [found], [drawn] = output.outputs, outputs[0].outputs
         assert (found.token_ids, found.text) == (drawn.token_ids, drawn.text)
         assert (found.finish_reason, found.stop_reason) == (drawn.finish_reason, drawn.stop_reason)
         assert found.cumulative_logprob == pytest.approx(drawn.cumulative_logprob, abs=1e-5)
@@ -148,9 +148,9 @@ def test_a_search_that_is_preempted_again_and_again_is_the_undisturbed_one(model
     engine.close()
 
 
-def with_a_swapped_sample(model, num_blocks, max_tokens, preempt):
+def with_a_swapped_sample(model, num_blocks, max_tokens, preempt, overlap):
     """A search in a pool in which nothing is left but what a swapped sample of another request holds; and that one."""
-    options = {"swap_space": 0.01, "preemption_mode": "swap", "enable_prefix_caching": False}
+    options = {"async_scheduling": overlap, "swap_space": 0.01, "preemption_mode": "swap", "enable_prefix_caching": False}
     engine = make_engine(model, num_gpu_blocks_override=num_blocks, **options)
     for step, mode in preempt:
         engine.scheduler.preempt_at(step, "0", mode)
@@ -166,21 +166,25 @@ def with_a_swapped_sample(model, num_blocks, max_tokens, preempt):
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "max_tokens", "preempt"),
+    ("overlap", "num_blocks", "max_tokens", "preempt"),
     [
-        pytest.param(10, 4, [], id="a beam needs one more block"),
-        pytest.param(12, 5, [(5, "recompute")], id="a beam that comes back finds no room"),
+        pytest.param(False, 10, 4, [], id="a beam needs one more block"),
+        pytest.param(False, 12, 5, [(5, "recompute")], id="a beam that comes back finds no room"),
+        pytest.param(True, 10, 5, [], id="a beam needs one more block, with overlap"),
+        pytest.param(True, 11, 5, [(5, "recompute")], id="a beam that comes back finds no room, with overlap"),
     ],
 )
-def test_a_search_takes_what_swapped_sequences_hold_before_it_gives_up(model, monkeypatch, num_blocks, max_tokens, preempt):
-    _, undisturbed, none = with_a_swapped_sample(model, 200, max_tokens, [])
+def test_a_search_takes_what_swapped_sequences_hold_before_it_gives_up(
+    model, monkeypatch, overlap, num_blocks, max_tokens, preempt
+):
+    _, undisturbed, none = with_a_swapped_sample(model, 200, max_tokens, [], overlap)
     assert none == []
-    output, pair, dropped = with_a_swapped_sample(model, num_blocks, max_tokens, preempt)
+    output, pair, dropped = with_a_swapped_sample(model, num_blocks, max_tokens, preempt, overlap)
     assert_found(output, reference(model, PROMPTS[1], 3))
     assert len(dropped) == 1
     assert pair == undisturbed
     monkeypatch.setattr(Scheduler, "_drop_held", lambda *_, **__: False)
-    output, pair, _ = with_a_swapped_sample(model, num_blocks, max_tokens, preempt)
+    output, pair, _ = with_a_swapped_sample(model, num_blocks, max_tokens, preempt, overlap)
     assert "too small for the beams" in output.outputs[0].stop_reason, "nothing else was left"
     assert pair == undisturbed
 

@@ -137,13 +137,16 @@ def test_a_default_context_is_lowered_to_the_pool():
 
 def test_a_cache_that_cannot_hold_two_blocks_is_refused_with_the_sum():
     with pytest.raises(OutOfMemoryError, match="100 bytes are left for the KV cache; a block of 16 tokens takes 8,192"):
-        make(num_gpu_blocks_override=None, kv_cache_memory_bytes=100)
+        make(dtype="float32", num_gpu_blocks_override=None, kv_cache_memory_bytes=100)
 
 
 def test_weights_that_do_not_fit_are_refused_before_loading(monkeypatch):
     monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match="GiB in float32; cpu has 0"):
-        make(device="cpu")
+        make(device="cpu", dtype="float32")
+    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 3 * tiny().config.num_parameters)
+    with pytest.raises(OutOfMemoryError, match=r"dtype=bfloat16 takes 0\.0 GiB and fits, or use another device"):
+        make(device="cpu", dtype="float32")
 
 
 def test_a_small_model_does_not_take_all_memory_for_its_cache():
@@ -157,7 +160,7 @@ def test_a_small_model_does_not_take_all_memory_for_its_cache():
 
 
 def test_kv_cache_memory_bytes_sizes_the_cache():
-    engine = make(num_gpu_blocks_override=None, kv_cache_memory_bytes=8192 * 31, max_model_len=None)
+    engine = make(dtype="float32", num_gpu_blocks_override=None, kv_cache_memory_bytes=8192 * 31, max_model_len=None)
     assert engine.scheduler.kv.num_blocks == 30, "the null block is one of the 31"
     engine.close()
 
@@ -220,19 +223,20 @@ def test_a_failure_after_the_end_costs_no_result(monkeypatch):
     alone.add_request("a", "Hello", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     tokens = drain(alone)["a"].outputs[0].token_ids
     engine = make(async_scheduling=True)
-    forward, calls = engine._executor.runner.model.forward, []
+    launch, calls = engine._executor.runner.launch, []
 
-    def fails_at_the_fifth(*args, **kwargs):
+    def fails_at_the_fifth(scheduler_output):
         calls.append(1)
         if len(calls) == 5:
             raise RuntimeError("too late to matter")
-        return forward(*args, **kwargs)
+        return launch(scheduler_output)
 
-    monkeypatch.setattr(engine._executor.runner.model, "forward", fails_at_the_fifth)
+    monkeypatch.setattr(engine._executor.runner, "launch", fails_at_the_fifth)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, stop_token_ids=[tokens[3]])
     engine.add_request("a", "Hello", params)
     [sample] = drain(engine)["a"].outputs
     assert (sample.finish_reason, sample.token_ids, sample.stop_reason) == ("stop", tokens[:4], tokens[3])
+    assert len(calls) == 5
     assert "too late" not in engine.explain("a")
     engine.close()
     alone.close()
@@ -250,15 +254,15 @@ def test_close_after_a_failed_step_still_gives_everything_back(monkeypatch):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch):
     engine = make(async_scheduling=overlap)
-    forward, pressed = engine._executor.runner.model.forward, []
+    launch, pressed = engine._executor.runner.launch, []  # not the model's forward: a CUDA graph does without
 
-    def forward_with_ctrl_c(*args, **kwargs):
+    def launch_with_ctrl_c(scheduler_output):
         pressed.append(1)
         if len(pressed) == 2:  # once: a second one within a step is meant to go through
             os.kill(os.getpid(), signal.SIGINT)
-        return forward(*args, **kwargs)
+        return launch(scheduler_output)
 
-    monkeypatch.setattr(engine._executor.runner.model, "forward", forward_with_ctrl_c)
+    monkeypatch.setattr(engine._executor.runner, "launch", launch_with_ctrl_c)
     engine.add_request("a", "Hello", GREEDY)
     finished, interrupts = {}, 0
     while engine.has_unfinished_requests():
@@ -274,7 +278,7 @@ def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch)
 
 
 def test_a_second_ctrl_c_goes_through_and_ends_what_it_tore(monkeypatch):
-    engine = make()
+    engine = make(async_scheduling=False)  # the main thread, which alone takes signals, computes the step
     engine.add_request("a", "Hello", GREEDY)
     forward = engine._executor.runner.model.forward
 

@@ -40,9 +40,9 @@ def started():
         assert not thread.is_alive()
 
 
-@pytest.fixture
-def engine():
-    engine = Engine(EngineArgs(model="tiny", num_gpu_blocks_override=40))
+@pytest.fixture(params=[False, True], ids=["alone", "overlap"])
+def engine(request):
+    engine = Engine(EngineArgs(model="tiny", num_gpu_blocks_override=40, async_scheduling=request.param))
     yield engine
     engine.close()
 
@@ -175,8 +175,26 @@ def test_a_step_by_hand_while_another_thread_is_in_a_step_is_never_caught_at_the
     by_hand.join(30)
     assert not by_hand.is_alive()
     until(lambda: engine.gate.num_waiting == 1)
-    assert len(engine.events.records) == 2
+    # With overlap the thread's second step was under way, which is how it took in its first.
+    assert len(engine.events.records) == 2 + engine.args.async_scheduling
     engine.gate.open()
+
+
+def test_a_gate_that_closes_between_two_steps_leaves_nothing_in_flight(engine, started):
+    add(engine)
+    engine.step()
+    engine.gate.close()
+    started(lambda: drive(engine))
+    until(lambda: engine.gate.num_waiting == 1)
+    assert len(engine.events.records) == 1
+    engine.gate.open()
+
+
+def test_a_step_that_is_allowed_alone_returns_its_token(engine):
+    add(engine, output_kind="delta")
+    engine.gate.allow(2)
+    outputs = engine.step() + engine.step()
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 2
 
 
 def test_what_steps_by_hand_bring_is_returned_by_the_next_step(engine):

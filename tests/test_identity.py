@@ -25,7 +25,7 @@ def params_of(number, n=1):
 
 def run(order=None, preempt=(), n=1, **options):
     """Token ids of every sample, by prompt; the books are audited after each step. Also the number of preemptions."""
-    args = {"max_num_seqs": 16, "max_model_len": 56, "num_gpu_blocks_override": 400} | options
+    args = {"max_num_seqs": 16, "max_model_len": 56, "num_gpu_blocks_override": 160} | options
     engine = Engine(EngineArgs(model="tiny", dtype="float64", **args))
     for step, request_id in preempt:
         engine.scheduler.preempt_at(step, request_id, options.get("preemption_mode", "recompute"))

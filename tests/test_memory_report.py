@@ -5,7 +5,8 @@ import pytest
 from refimpl import LLM, MemoryReport, SamplingParams
 from refimpl.cache import KVCacheManager, PrefixCache
 from refimpl.errors import RefimplError
-from refimpl.memory_report import CacheUsage
+from refimpl.executor.device import resolve_device
+from refimpl.memory_report import CacheUsage, MemoryPart, SettingChange
 
 OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 50, "block_size": 4, "max_model_len": 40}
 
@@ -52,7 +53,7 @@ def test_the_report_is_a_table_for_people():
         add(llm.engine, "a", [1] * 9, max_tokens=20)
         llm.engine.step()
         lines = str(llm.memory_report()).splitlines()
-        assert lines[0].split() == ["cpu,", "float32", "MiB"]
+        assert lines[0].split() == [str(resolve_device("auto")) + ",", "float32", "MiB"]
         notes = {line[:22].strip(): line[32:].strip() for line in lines[1:]}
         assert notes["KV cache, reserved"] == "50 blocks of 4 tokens"
         assert notes["used"] == "3 blocks, 1 sequences"
@@ -77,6 +78,26 @@ def test_the_70b_of_the_textbooks_in_numbers():
     assert report.pool_bytes == report.contiguous_bytes == 80 * 1024**3
     assert report.sequences_that_fit(500) == (512, 64)
     assert report.usage.waste == pytest.approx(12 / 512)
+
+
+def test_where_a_gpus_memory_goes_and_what_settings_would_change_are_tables_below():
+    usage = CacheUsage(16, 100, 0, 0, 0, 100, 0, 0, 0)
+    parts = (
+        MemoryPart("weights", 3 * 2**30, ""),
+        MemoryPart("CUDA graphs", 2**20, "35"),
+        MemoryPart("the whole", 2**32, ""),
+    )
+    changes = (SettingChange("max_num_seqs=128", 140, 640), SettingChange("block_size=32", 49, -32))
+    lines = str(MemoryReport("cuda:0, bfloat16", 0, 2**20, 4_096, usage, parts, changes)).splitlines()
+    [first] = [number for number, line in enumerate(lines) if line.split() == ["where", "the", "memory", "goes", "MiB"]]
+    assert [line.split() for line in lines[first + 1 : first + 4]] == [
+        ["weights", "3,072.0"], ["CUDA", "graphs", "1.0", "35"], ["the", "whole", "4,096.0"]
+    ]  # fmt: skip
+    assert [line.split() for line in lines[-3:]] == [
+        ["with", "another", "setting"],
+        ["max_num_seqs=128", "140", "blocks", "+640", "tokens"],
+        ["block_size=32", "49", "blocks", "-32", "tokens"],
+    ]
 
 
 def test_a_closed_engine_has_no_report():

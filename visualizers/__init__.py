@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.visualizers.attention_view import AttentionView
     from refimpl.visualizers.export import export_perfetto, record, replay
     from refimpl.visualizers.history import History
     from refimpl.visualizers.page import export_html
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "AttentionView": "attention_view",
     "BatchTimeline": "widgets",
     "BlockMap": "widgets",
     "BlockTables": "widgets",
@@ -48,6 +50,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AttentionView",
     "BatchTimeline",
     "BlockMap",
     "BlockTables",

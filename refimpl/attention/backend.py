@@ -11,6 +11,10 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels.transfer import to_device
+
+LEAST_FOR_PREFILL = 80
+"""The compute capability from which Triton's products run on tensor cores, which a prefill needs."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class AttentionMetadata:
         lengths = np.zeros(aligned + S + 1, dtype=np.int32)
         lengths[:S] = context_lens
         np.cumsum(query_lens, out=lengths[aligned + 1 :])
-        packed = torch.from_numpy(lengths).to(device, non_blocking=True)
+        packed = to_device(torch.from_numpy(lengths), device)
         return cls(
             query_lens, context_lens, block_size, block_table, slot_mapping,
             cu_seqlens_q=packed[aligned:], seqused_k=packed[:S],
@@ -67,7 +71,12 @@ class AttentionMetadata:
 
 @runtime_checkable
 class AttentionStep(Protocol):
-    """A backend made ready for one step: every layer uses the same one."""
+    """A backend made ready for one step: every layer uses the same one.
+
+    One that has a kernel for it may also offer ``turn_and_write(layer_kv, query, key, value, positions, cos, sin)``: turn
+    queries and keys by their tokens' positions, write keys and values, give the queries back. It is called in place of
+    :meth:`write`, which else gets keys that are turned already.
+    """
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in the cache."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from refimpl.attention.backend import AttentionBackend
+from refimpl.attention.backend import LEAST_FOR_PREFILL, AttentionBackend
 from refimpl.attention.checked import CheckedBackend
 from refimpl.attention.torch_paged import TorchPagedAttention
 from refimpl.errors import ConfigError
@@ -51,7 +51,7 @@ def backend_choice(backend: Any, setting: Setting) -> BackendChoice:
     obstacle = triton_obstacle(setting)
     if obstacle:
         return BackendChoice("torch", obstacle)
-    if setting.capability < 80:
+    if setting.capability < LEAST_FOR_PREFILL:
         return BackendChoice(
             "triton", f"sm_{setting.capability}: decodes by vector arithmetic, prefills by torch on gathered pages"
         )

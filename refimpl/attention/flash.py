@@ -3,21 +3,25 @@
 ===================  ==============================================  ===========  ================  ====================
 kernel               module (the first that is there is taken)       devices      block_size        functions
 ===================  ==============================================  ===========  ================  ====================
-FlashAttention-3     ``flash_attn_interface``                        sm_80, 9x    multiples of 16   with_kvcache
-FlashAttention-3     ``vllm.vllm_flash_attn``, as vLLM ships it      sm_90        multiples of 16   varlen
-FlashAttention-4     ``flash_attn.cute`` (package flash-attn-4)      sm_90, 10x   multiples of 16   varlen
+FlashAttention-3     ``flash_attn_interface``                        sm_80, 9x    16, 32            with_kvcache
+FlashAttention-3     ``vllm.vllm_flash_attn``, as vLLM ships it      sm_90        16, 32            varlen
+FlashAttention-4     ``flash_attn.cute`` (package flash-attn-4)      sm_90, 10x   16, 32            varlen
 FlashAttention-2     ``flash_attn`` (package flash-attn)             sm_80 up     multiples of 256  with_kvcache, varlen
 ===================  ==============================================  ===========  ================  ====================
 
-All compute in bfloat16 and float16, with head sizes of multiples of 8 up to 256. FlashAttention-4 reads pages of 128 by TMA,
-others row by row. FlashAttention-2 has two functions: where all sequences have equally many queries, ``with_kvcache`` splits
-the contexts; for mixed steps ``varlen`` takes each context's length from the differences of ``cu_seqlens_k``.
+All compute in bfloat16 and float16, with head sizes of multiples of 8 up to 256. FlashAttention-3 copies pages of its tile's
+size whole, by TMA: what lies behind a context's end is multiplied by a weight of 0, and a NaN that an earlier owner of the
+block left there becomes the output (seen on an H200 with pages of 128). Small pages it reads row by row, and no further than
+the context; so does FlashAttention-4. FlashAttention-2 has two functions: where all sequences have equally many queries,
+``with_kvcache`` splits the contexts; for mixed steps ``varlen`` takes each context's length from the differences of
+``cu_seqlens_k``.
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +118,8 @@ class Interface:
     functions: tuple[str, ...]
     page_multiple: int
     """Block sizes must be multiples of it."""
+    largest_page: int
+    """Beyond, it may read what no sequence wrote."""
     least: int
     below: int
     """Compute capabilities that it runs on, from ``least`` to under ``below``."""
@@ -121,19 +127,27 @@ class Interface:
 
 
 INTERFACES = (
-    Interface("FlashAttention-3", "flash_attn_interface", ("flash_attn_with_kvcache",), 16, 80, 100, _with_kvcache_3),
+    Interface("FlashAttention-3", "flash_attn_interface", ("flash_attn_with_kvcache",), 16, 32, 80, 100, _with_kvcache_3),
     Interface(
         "FlashAttention-3 of vLLM",
         "vllm.vllm_flash_attn.flash_attn_interface",
         ("flash_attn_varlen_func",),
         16,
+        32,
         90,
         100,
         _varlen_vllm,
     ),
-    Interface("FlashAttention-4", "flash_attn.cute", ("flash_attn_varlen_func",), 16, 90, 120, _varlen_4),
+    Interface("FlashAttention-4", "flash_attn.cute", ("flash_attn_varlen_func",), 16, 32, 90, 120, _varlen_4),
     Interface(
-        "FlashAttention-2", "flash_attn", ("flash_attn_with_kvcache", "flash_attn_varlen_func"), 256, 80, 200, _either_2
+        "FlashAttention-2",
+        "flash_attn",
+        ("flash_attn_with_kvcache", "flash_attn_varlen_func"),
+        256,
+        sys.maxsize,
+        80,
+        200,
+        _either_2,
     ),
 )
 
@@ -171,9 +185,10 @@ def check(interface: Interface, head_dim: int, dtype: torch.dtype, block_size: i
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"{what} computes in bfloat16 and float16, not {name}; use attention_backend='torch'")
-    if block_size % interface.page_multiple:
+    if block_size % interface.page_multiple or block_size > interface.largest_page:
+        up_to = f" up to {interface.largest_page}" if interface.largest_page < sys.maxsize else ""
         raise ConfigError(
-            f"{what} reads blocks of multiples of {interface.page_multiple} slots; block_size is {block_size}: "
+            f"{what} reads blocks of multiples of {interface.page_multiple} slots{up_to}; block_size is {block_size}: "
             f"use block_size={interface.page_multiple}"
         )
     if head_dim % 8 or head_dim > 256:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
 from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels.transfer import to_device
 
 QUERIES_PER_TILE = 256
 LONGEST_OVER_SHORTEST = 2
@@ -78,6 +79,9 @@ def cut_tiles(query_lens: list[int], context_lens: list[int], whole_prompts: boo
     ``whole_prompts``: sequences that begin in this step are one tile each.
     """
     queries, contexts = np.array(query_lens), np.array(context_lens)
+    if (queries == 1).all():  # decodes alone: most steps
+        sequences = np.arange(len(queries))
+        return Tiles(sequences, sequences, queries, contexts)
     most = np.where(whole_prompts & (queries == contexts), np.maximum(queries, 1), QUERIES_PER_TILE)
     tiles = -(-queries // most)
     sequences = np.repeat(np.arange(len(queries)), tiles)
@@ -89,6 +93,9 @@ def cut_tiles(query_lens: list[int], context_lens: list[int], whole_prompts: boo
 
 def group_tiles(tiles: Tiles) -> list[Tiles]:
     """Tiles with equally many queries and similar contexts, together; in each group in the order of their tokens."""
+    alone = tiles.num_queries.min() == tiles.num_queries.max()
+    if alone and tiles.contexts.max() <= LONGEST_OVER_SHORTEST * tiles.contexts.min():
+        return [tiles]
     order = np.lexsort((tiles.contexts, tiles.num_queries))
     num_queries, contexts = tiles.num_queries[order], tiles.contexts[order]
     groups, start = [], 0
@@ -108,22 +115,31 @@ def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
     shortest, context = int(tiles.contexts.min()), int(tiles.contexts.max())
     from_start = num_queries > 1 and device.type == "cpu" and shortest == context == num_queries
     in_order = len(tiles) * num_queries == sum(metadata.query_lens)
-    contexts = torch.from_numpy(tiles.contexts).to(device).unsqueeze(1)
-    keys = torch.arange(context, device=device)
-    queries = torch.arange(num_queries, device=device)
     masked = not from_start and not (num_queries == 1 and shortest == context)
+    hidden, unwritten = _masks(tiles.contexts, num_queries, device) if masked else (None, None)
     tables = metadata.block_table[:, : -(-context // metadata.block_size)]
     tokens = None if in_order else np.add.outer(tiles.first_tokens, np.arange(num_queries)).ravel()
     return Group(
-        tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
+        tokens=None if tokens is None else to_device(torch.from_numpy(tokens), device),
         num_tiles=len(tiles),
         num_queries=num_queries,
         context=context,
-        block_ids=tables[torch.from_numpy(tiles.sequences).to(device)].flatten(),
+        block_ids=tables[to_device(torch.from_numpy(tiles.sequences), device)].flatten(),
         from_start=from_start,
-        hidden=(keys > (contexts - num_queries + queries)[..., None]).unsqueeze(1) if masked else None,
-        unwritten=tuple((keys >= contexts).nonzero().unbind(1)) if shortest < context else None,  # type: ignore[arg-type]
+        hidden=hidden,
+        unwritten=unwritten if shortest < context else None,
     )
+
+
+def _masks(
+    lengths: np.ndarray, num_queries: int, device: torch.device
+) -> tuple[Bool[Tensor, "tiles 1 queries L"], tuple[Int[Tensor, "holes"], Int[Tensor, "holes"]]]:
+    """What the queries of each tile may not see, and the slots of a group beyond the contexts of its tiles."""
+    contexts = to_device(torch.from_numpy(lengths), device).unsqueeze(1)
+    keys, queries = torch.arange(int(lengths.max()), device=device), torch.arange(num_queries, device=device)
+    hidden = (keys > (contexts - num_queries + queries)[..., None]).unsqueeze(1)
+    tile, position = (keys >= contexts).nonzero().unbind(1)
+    return hidden, (tile, position)
 
 
 class TorchPagedStep:

@@ -19,18 +19,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refimpl.attention.backend import AttentionMetadata
+from refimpl.attention.backend import LEAST_FOR_PREFILL, AttentionMetadata
 from refimpl.attention.torch_paged import TorchPagedAttention, TorchPagedStep
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.kernels.attention_tiles import Target, target_of
 from refimpl.kernels.flash_attention import flash_attention, plan_prefill
-from refimpl.kernels.kv_write import write_kv
+from refimpl.kernels.kv_write import turn_and_write_kv, write_kv
 from refimpl.kernels.launch import power_of_two
 from refimpl.kernels.paged_attention import MAX_QUERIES, paged_attention, plan_decode
 from refimpl.kernels.split_plan import SplitPlan
-
-LEAST_FOR_PREFILL = 80
-"""The compute capability from which Triton's products run on tensor cores."""
+from refimpl.kernels.transfer import to_device
 
 
 class TritonPagedStep:
@@ -55,6 +53,22 @@ class TritonPagedStep:
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in their slots. Mutates ``layer_kv``."""
         write_kv(key, value, layer_kv.k, layer_kv.v, self._metadata.slot_mapping)
+
+    def turn_and_write(
+        self,
+        layer_kv: LayerKV,
+        query: Float[Tensor, "T Hq D"],
+        key: Float[Tensor, "T Hkv D"],
+        value: Float[Tensor, "T Hkv D"],
+        positions: Int[Tensor, "T"],
+        cos: Float[Tensor, "P half"],
+        sin: Float[Tensor, "P half"],
+    ) -> Float[Tensor, "T Hq D"]:
+        """Turn queries and keys by position, and write as :meth:`write` does, in one launch. Gives the queries, turned."""
+        turned, _, _ = turn_and_write_kv(
+            query, key, value, positions, cos, sin, layer_kv.k, layer_kv.v, self._metadata.slot_mapping
+        )
+        return turned
 
     def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
         """Attention of each new token over its sequence's tokens up to itself."""
@@ -107,12 +121,12 @@ def _part_for_torch(
     """Some sequences of a step as a step of torch's backend, and their tokens in the flat batch."""
     device = metadata.block_table.device
     first = torch.tensor([0, *metadata.query_lens]).cumsum(0).tolist()
-    tokens = torch.cat([torch.arange(first[s], first[s + 1]) for s in sequences]).to(device)
+    tokens = to_device(torch.cat([torch.arange(first[s], first[s + 1]) for s in sequences]), device)
     part = AttentionMetadata.of(
         query_lens=[metadata.query_lens[s] for s in sequences],
         context_lens=[metadata.context_lens[s] for s in sequences],
         block_size=metadata.block_size,
-        block_table=metadata.block_table[torch.tensor(sequences, device=device)],
+        block_table=metadata.block_table[to_device(torch.tensor(sequences), device)],
         slot_mapping=metadata.slot_mapping[tokens],
     )
     return tokens, backend.begin_step(part)

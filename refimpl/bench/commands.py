@@ -106,6 +106,10 @@ Compare = Annotated[str, typer.Option(help="transformers, in the setting that is
 ComparePython = Annotated[
     Path | None, typer.Option(help="The Python of an environment with vLLM's CPU build, which is then compared as well.")
 ]
+MaxMinutes = Annotated[
+    float | None,
+    typer.Option(help="For everything. Rows that take too long are made smaller, or left out; the result says so."),
+]
 
 
 def _compares(compare: str) -> bool:
@@ -118,41 +122,49 @@ def _compares(compare: str) -> bool:
 @with_engine_options
 def throughput(
     *,
+    model_config: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a model, a shape with random weights: llama-3-8b, llama-3-70b, or a folder with a config.json. "
+            "It is measured alone, in --dtype: ids in and out, all requests at once."
+        ),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="Which, by commas: decode_b1, decode_b8, mixed_32; of a shape decode-N and mixed-N requests."),
+    ] = None,
     repeats: Repeats = 5,
-    dtypes: Dtypes = "bfloat16,float32",
-    compare: Compare = "transformers",
+    dtypes: Annotated[
+        str | None, typer.Option(help="Of a model, by commas; default: bfloat16,float32. Its --dtype counts for nothing.")
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Of a model: transformers, in the setting that is fastest here (the default), or none."),
+    ] = None,
     compare_python: ComparePython = None,
     scale: Annotated[float, typer.Option(help="Shrink all lengths by this, for a quick look.")] = 1.0,
+    max_minutes: MaxMinutes = None,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
 ) -> None:
-    """Output tokens a second beside other engines: one request, eight, and 32 of mixed lengths."""
+    """Output tokens a second: beside other engines (one request, eight, 32 of mixed lengths), or of a shape alone."""
+    from refimpl.bench import offline
+    from refimpl.bench import throughput as compared
     from refimpl.bench.result import report_result
-    from refimpl.bench.throughput import run
 
-    result = run(engine_options, repeats, tuple(dtypes.split(",")), _compares(compare), compare_python, scale)
+    names = rows.split(",") if rows else None
+    if model_config is None:
+        compares, which = _compares(compare or "transformers"), (dtypes or "bfloat16,float32").split(",")
+        result = compared.run(engine_options, repeats, which, compares, compare_python, scale, names, max_minutes)
+    elif dtypes or compare not in (None, "none") or compare_python:
+        raise ConfigError(
+            "a shape has random weights and is compared with nothing: leave out dtypes (its dtype counts), "
+            "compare and compare_python, or model_config"
+        )
+    else:
+        result = offline.run(engine_options, model_config, names or offline.WORKLOADS, repeats, scale, max_minutes)
     report_result(result, as_json, save)
-
-
-@bench.command()
-@with_engine_options
-def offline(
-    *,
-    model_config: Annotated[str, typer.Option(help="llama-3-8b, llama-3-70b, or a folder with a config.json.")],
-    workloads: Annotated[str, typer.Option(help="Which, by commas: decode-N or mixed-N requests.")] = (
-        "decode-1,decode-64,mixed-128,mixed-512"
-    ),
-    repeats: Annotated[int, typer.Option(help="Times that each is measured, after one that warms up.")] = 3,
-    as_json: AsJson = False,
-    save: Save = None,
-    engine_options: dict[str, Any],
-) -> None:
-    """Output tokens a second of a model's shape with random weights, for GPUs: ids in and out, all requests at once."""
-    from refimpl.bench.offline import run
-    from refimpl.bench.result import report_result
-
-    report_result(run(engine_options, model_config, tuple(workloads.split(",")), repeats), as_json, save)
 
 
 @bench.command()
@@ -163,6 +175,7 @@ def latency(
     dtypes: Dtypes = "bfloat16,float32",
     compare: Compare = "transformers",
     compare_python: ComparePython = None,
+    max_minutes: MaxMinutes = None,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
@@ -171,7 +184,8 @@ def latency(
     from refimpl.bench.latency import run
     from refimpl.bench.result import report_result
 
-    report_result(run(engine_options, repeats, tuple(dtypes.split(",")), _compares(compare), compare_python), as_json, save)
+    compares, which = _compares(compare), dtypes.split(",")
+    report_result(run(engine_options, repeats, which, compares, compare_python, max_minutes=max_minutes), as_json, save)
 
 
 @bench.command()
@@ -234,6 +248,9 @@ def swap(
     lengths: Annotated[str, typer.Option(help="Tokens of the victims, rising, by commas.")] = "64,128,256,512,1024",
     others: Annotated[int, typer.Option(help="Requests that decode beside the longest victim.")] = 8,
     repeats: Annotated[int, typer.Option(help="Preemptions of each kind and length.")] = 5,
+    model_config: Annotated[
+        str | None, typer.Option(help="With random weights: llama-3-8b, llama-3-70b, or a folder with a config.json.")
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(help="Write the event log of the swaps beside others here (.jsonl, .jsonl.gz), for widgets."),
@@ -250,7 +267,7 @@ def swap(
         tokens = tuple(int(length) for length in lengths.split(","))
     except ValueError as error:
         raise ConfigError(f"lengths is {lengths!r}; give whole numbers by commas, such as 64,256,1024") from error
-    report_result(run(engine_options, tokens, others, repeats, timeline), as_json, save)
+    report_result(run(engine_options, tokens, others, repeats, timeline, model_config), as_json, save)
 
 
 @bench.command()

@@ -1,7 +1,8 @@
 """Output tokens a second of a model's shape: random weights, token ids in and out, all requests there at the beginning.
 
 For GPUs, where a model's weights need not be at hand to know how fast it runs. Requests are greedy, their end-of-text token
-is ignored, no two prompts begin alike, and no prefix is cached. Times include the engine's whole Python side.
+is ignored, no two prompts begin alike, and no prefix is cached. Times include the engine's whole Python side, but no text.
+``refimpl bench throughput --model-config NAME`` runs it.
 
 ========== =================================================================================
 decode-N   N requests, 512 tokens in, 256 out
@@ -14,17 +15,19 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from refimpl.bench.result import Check, Result, check, setting, workload_hash
-from refimpl.bench.sides import Requests
+from refimpl.bench.rows import Figures, Rows
+from refimpl.bench.sides import Requests, in_turn, serve
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import ConfigError
 from refimpl.loading.dummy import ShapeCheckpoint
-from refimpl.sampling_params import SamplingParams
 from refimpl.simulate.models import find_model
 
 SEED = 20240611
@@ -37,8 +40,8 @@ LEAST_SHARE = 0.8
 """Of vLLM's figure."""
 
 
-def requests_of(name: str) -> Requests:
-    """The requests of a workload, the same in every run.
+def requests_of(name: str, scale: float = 1.0) -> Requests:
+    """The requests of a workload, the same in every run; ``scale`` shrinks their lengths.
 
     Raises:
         ConfigError: it is not decode-N or mixed-N.
@@ -47,7 +50,8 @@ def requests_of(name: str) -> Requests:
     kind, _, count = name.partition("-")
     if kind not in ("decode", "mixed") or not count.isdecimal() or not int(count):
         raise ConfigError(f"workload is {name!r}; it must be decode-N or mixed-N with a number of requests, as decode-64")
-    return [_request(index, kind == "mixed") for index in range(int(count))]
+    requests = [_request(index, kind == "mixed") for index in range(int(count))]
+    return [(prompt[: max(1, round(len(prompt) * scale))], max(1, round(output * scale))) for prompt, output in requests]
 
 
 def _within(requests: Requests, vocab_size: int) -> Requests:
@@ -62,71 +66,77 @@ def _request(index: int, mixed: bool) -> tuple[list[int], int]:
     return [drawn.randint(LOWEST_ID, HIGHEST_ID) for _ in range(prompt)], output
 
 
-def run(engine_options: dict[str, Any], model_config: str, names: tuple[str, ...] = WORKLOADS, repeats: int = 3) -> Result:
+def run(
+    engine_options: dict[str, Any],
+    model_config: str,
+    workloads: Sequence[str] = WORKLOADS,
+    repeats: int = 5,
+    scale: float = 1.0,
+    max_minutes: float | None = None,
+) -> Result:
     """Measure each workload ``repeats`` times after one that warms up.
 
     Args:
         engine_options: of the engine; its model and load format are the shape's.
         model_config: a shape by name (llama-3-8b, llama-3-70b), or a folder with a config.json.
-        names: workloads.
+        workloads: by name.
         repeats: 1 or more.
+        scale: of the lengths, at most 1.
+        max_minutes: for everything; repeats become fewer then, and what no time is left for says so.
 
     Raises:
         ConfigError: a name or number is out of range.
 
     """
-    if repeats < 1:
-        raise ConfigError(f"repeats is {repeats}; it must be 1 or more")
-    listed = {name: requests_of(name) for name in names}
+    if repeats < 1 or not 0 < scale <= 1:
+        raise ConfigError(f"repeats is {repeats}, scale {scale}; they must be 1 or more, and over 0 to 1")
+    if engine_options.get("model", EngineArgs.model) != EngineArgs.model:
+        raise ConfigError(f"model is {engine_options['model']!r} and model_config {model_config!r}; give one of them")
+    listed = {name: requests_of(name, scale) for name in workloads}
+    rows = Rows(list(listed), _tell, max_minutes)
     shape = ShapeCheckpoint(model_config, find_model(model_config))
     fixed = {"model": shape, "load_format": "dummy", "enable_prefix_caching": False, "event_log_size": 0}
     engine = Engine(EngineArgs.from_options(engine_options | fixed))
     try:
-        vocab_size = shape.config.vocab_size
-        results = {name: _measure(engine, _within(requests, vocab_size), repeats) for name, requests in listed.items()}
+        with rows.kept_when_interrupted():
+            for name, requests in listed.items():
+                rows.measure(name, partial(_measure, engine, _within(requests, shape.config.vocab_size), repeats))
     finally:
         engine.close()
-    produced = sum(output for requests in listed.values() for _, output in requests)
     return Result(
         topic="offline",
         setting=setting(
             model=model_config,
             model_hash=shape.fingerprint(),
             dtype=engine_options["dtype"],
-            workload=f"{', '.join(names)}: greedy, ids in and out, no prefix cache, random weights",
+            workload=f"{', '.join(workloads)}: greedy, ids in and out, no prefix cache, random weights",
             workload_hash=workload_hash(listed),
-            tokens_produced=produced * (repeats + 1),
+            tokens_produced=sum(row["output_tokens"] * (len(row["seconds"]) + 1) for row in rows.measured().values()),
             repeats=repeats,
         ),
-        results=results,
-        checks=_checks(model_config, results),
+        results=rows.all(),
+        checks=_checks(model_config, rows.measured()) if scale == 1 else [],
     )
 
 
-def _measure(engine: Engine, requests: Requests, repeats: int) -> dict[str, Any]:
+def _tell(figures: Figures) -> str:
+    return f"{figures['output_tokens_per_second']:,.1f} output tokens/s"
+
+
+def _measure(engine: Engine, requests: Requests, repeats: int, seconds: float) -> Figures:
+    """The seconds from the first request's arrival until the last token is there, of each repeat."""
+    until = time.perf_counter() + seconds
+    runs = in_turn({"refimpl": partial(serve, engine, requests, detokenize=False)}, repeats, until)["refimpl"]
     tokens = sum(output for _, output in requests)
-    seconds = [_seconds(engine, requests, turn) for turn in range(repeats + 1)][1:]
+    assert all(sum(map(len, run.token_ids)) == tokens for run in runs), "greedy, without an end"
+    totals = [run.total for run in runs]
     return {
         "requests": len(requests),
         "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
         "output_tokens": tokens,
-        "seconds": seconds,
-        "output_tokens_per_second": tokens / statistics.median(seconds),
+        "seconds": totals,
+        "output_tokens_per_second": tokens / statistics.median(totals),
     }
-
-
-def _seconds(engine: Engine, requests: Requests, turn: int) -> float:
-    """From the first request's arrival until the last token is there."""
-    started, produced = time.perf_counter(), 0
-    for number, (prompt, output) in enumerate(requests):
-        params = SamplingParams(
-            temperature=0, max_tokens=output, ignore_eos=True, detokenize=False, output_kind="final_only"
-        )
-        engine.add_request(f"{turn}-{number}", prompt, params)
-    while engine.has_unfinished_requests():
-        produced += sum(len(output.outputs[0].token_ids) for output in engine.step())
-    assert produced == sum(output for _, output in requests)
-    return time.perf_counter() - started
 
 
 def _checks(model_config: str, results: dict[str, Any]) -> list[Check]:

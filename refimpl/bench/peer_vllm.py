@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 MARK = "refimpl-peer "
@@ -23,6 +24,8 @@ ENVIRONMENT = {
 
 def main(options: dict[str, Any]) -> None:
     """Serve lines of requests until stdin ends."""
+    # Python puts a script's folder first, where files of ours would be taken for packages of the same names.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     import torch
     import vllm  # type: ignore[import-not-found,unused-ignore]  # that environment's, not ours
 

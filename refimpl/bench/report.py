@@ -47,7 +47,8 @@ def render(text: str) -> str:
         if topic not in TABLES:
             raise RefimplError(f"no table for the topic {topic!r}; there are {', '.join(TABLES)}")
         tables = [TABLES[topic](result) for result in results.get(topic, [])]
-        unmeasured = f"Not measured yet: `refimpl bench {topic} --save refimpl/bench/results`.\n"
+        command = "throughput --model-config llama-3-8b" if topic == "offline" else topic
+        unmeasured = f"Not measured yet: `refimpl bench {command} --save refimpl/bench/results`.\n"
         return match[1] + ("".join(tables) or unmeasured) + match[3]
 
     return _MARKED.sub(replace, text)
@@ -155,6 +156,11 @@ def _sides(result: dict[str, Any], figure: str, show: Callable[[float], str]) ->
     """A row for each workload and engine."""
     rows = ""
     for name, figures in result["results"].items():
+        if "not_measured" in figures:
+            rows += f"| {name} | | not measured: {figures['not_measured']} | |\n"
+            continue
+        if figures.get("shrink", 1) != 1:
+            name += f", lengths × {figures['shrink']:g}"
         for side, value in figures[figure].items():
             over = f"{figures['ratios'][side]:.2f}" if side in figures["ratios"] else ""
             rows += f"| {name} | {side} | {show(value['median'])} ({show(value['min'])}–{show(value['max'])}) | {over} |\n"

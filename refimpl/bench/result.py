@@ -1,7 +1,8 @@
 """The form of a benchmark's outcome, and where outcomes worth keeping go.
 
 ``{"topic", "setting", "results", "checks": [{"name", "value", "bound", "ok"}]}``: the setting says everything that the
-figures depend on; a check is a figure that the README states, with the bound that it must keep.
+figures depend on; a check is a figure that the README states, with the bound that it must keep. A row of the results that
+was not measured has a ``not_measured`` that says why.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Result:
     results: dict[str, Any]
     checks: list[Check]
 
+    def not_measured(self) -> list[str]:
+        """Names of the rows that say why they have no figures."""
+        return [name for name, row in self.results.items() if isinstance(row, dict) and "not_measured" in row]
+
 
 def setting(**more: Any) -> dict[str, Any]:
     """Hardware, versions and date; ``more`` adds model, workload and the like."""
@@ -82,15 +87,19 @@ def workload_hash(workload: Any) -> str:
 
 
 def report_result(result: Result, as_json: bool, save: Path | None) -> None:
-    """Print a result, for programs or for people, and keep it if asked. Exit code 1 if a check fails."""
+    """Print a result, for programs or for people, and keep it if asked.
+
+    Exit code 1 if a check fails, or a row was not measured; such a result never takes a whole one's place.
+    """
     text = json.dumps(asdict(result), indent=None if as_json else 2)
     print(text)  # noqa: T201 - this is the command's output
     if save is not None:
         if not save.is_dir():
             raise RefimplError(f"{save} is no folder; make it first, or give another")
         slug = re.sub(r"[^a-z0-9]+", "-", result.setting["hardware"].lower()).strip("-")
-        path = save / f"{result.topic}-{slug}-{result.setting['date']}.json"
+        partial = "-partial" if result.not_measured() else ""
+        path = save / f"{result.topic}-{slug}-{result.setting['date']}{partial}.json"
         path.write_text(json.dumps(asdict(result), indent=2) + "\n")
         print(f"refimpl: kept as {path}", file=sys.stderr)  # noqa: T201
-    if not all(check.ok for check in result.checks):
+    if result.not_measured() or not all(check.ok for check in result.checks):
         sys.exit(1)

@@ -33,6 +33,7 @@ def run(num_sequences: int = 256, steps: int = 500) -> Result:
 
     The cases take turns of some dozen steps each, so that whatever else the machine does falls on all of them alike.
     """
+    gc.disable()  # the 100,000 requests that wait are no garbage; a server freezes what it starts with
     cases = {
         "events off": _Case(num_sequences, steps),
         "recorded": _Case(num_sequences, steps, record=True),
@@ -45,7 +46,8 @@ def run(num_sequences: int = 256, steps: int = 500) -> Result:
         "100,000 waiting": _Case(num_sequences, steps, num_waiting=100_000),
     }
     gc.collect()
-    gc.freeze()  # the 100,000 requests that wait are this benchmark's, and no garbage; a server freezes what it starts with
+    gc.freeze()
+    gc.enable()
     for turn in range(-(-(steps + WARM_UP) // TURN)):
         for case in cases.values():
             for _ in range(turn * TURN, min((turn + 1) * TURN, steps + WARM_UP)):
@@ -76,10 +78,10 @@ def run(num_sequences: int = 256, steps: int = 500) -> Result:
     )
 
 
-def _request(number: int, max_tokens: int) -> Request:
+def _request(number: int, params: SamplingParams) -> Request:
     token_ids = [1 + (number * 7919 + i) % 997 for i in range(PROMPT)]
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    request = Request(str(number), None, token_ids, params, seed=0, max_tokens=max_tokens, metrics=RequestMetrics(0.0))
+    most = params.max_tokens or 0
+    request = Request(str(number), None, token_ids, params, seed=0, max_tokens=most, metrics=RequestMetrics(0.0))
     request.sequences = [Sequence(number, request, 0, list(token_ids), PROMPT, path=number)]
     return request
 
@@ -103,8 +105,9 @@ class _Case:
         self._recorder = Recorder("none", config, kv, False, 1000 if record else 0, time.monotonic, str)
         self._executor = ModelFreeExecutor(num_blocks)
         self._milliseconds: list[float] = []
+        params = SamplingParams(max_tokens=steps + WARM_UP + 5, ignore_eos=True)
         for number in range(num_sequences + num_waiting):
-            self._scheduler.add(_request(number, steps + WARM_UP + 5))
+            self._scheduler.add(_request(number, params))
 
     def step(self) -> None:
         """One step; only the scheduler's part of it is timed."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -77,30 +78,43 @@ class Refimpl:
 
     def run(self, requests: Requests) -> Run:
         """Queue all requests and step until none is left."""
-        engine = self._engine
-        answers: dict[str, list[int]] = {}
-        first = None
-        started = time.perf_counter()
-        for number, (prompt, output) in enumerate(requests):
-            params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, output_kind="final_only")
-            engine.add_request(str(number), prompt, params)
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if first is None and not len(engine.scheduler.waiting):
-                first = time.perf_counter() - started
-            answers |= {output.request_id: output.outputs[0].token_ids for output in outputs}
-        total = time.perf_counter() - started
-        return Run(first or total, total, [answers[str(number)] for number in range(len(requests))])
+        return serve(self._engine, requests)
 
     def close(self) -> None:
         """Close the engine."""
         self._engine.close()
 
 
-def in_turn(sides: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
-    """Run every side ``repeats`` times in turn, so that all see the same machine. A first turn is discarded."""
+def serve(engine: Engine, requests: Requests, detokenize: bool = True) -> Run:
+    """Queue all requests and step until none is left."""
+    answers: dict[str, list[int]] = {}
+    first = None
+    started = time.perf_counter()
+    for number, (prompt, output) in enumerate(requests):
+        params = SamplingParams(
+            temperature=0, max_tokens=output, ignore_eos=True, detokenize=detokenize, output_kind="final_only"
+        )
+        engine.add_request(str(number), prompt, params)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        if first is None and not len(engine.scheduler.waiting):
+            first = time.perf_counter() - started
+        answers |= {output.request_id: output.outputs[0].token_ids for output in outputs}
+    total = time.perf_counter() - started
+    return Run(first or total, total, [answers[str(number)] for number in range(len(requests))])
+
+
+def in_turn(sides: Mapping[str, Callable[[], Run]], repeats: int, until: float = math.inf) -> dict[str, list[Run]]:
+    """Run every side ``repeats`` times in turn, so that all see the same machine. A first turn is discarded.
+
+    Repeats that would not end by ``until`` (of ``time.perf_counter``) are left out, but for the first of them.
+    """
     runs: dict[str, list[Run]] = {name: [] for name in sides}
+    started = time.perf_counter()
     for turn in tqdm(range(repeats + 1), desc=" and ".join(sides), unit="turn", leave=False, disable=None):
+        now = time.perf_counter()
+        if turn > 1 and now + (now - started) / turn > until:
+            break
         for name, side in sides.items():
             run = side()
             if turn:
@@ -111,6 +125,15 @@ def in_turn(sides: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, l
 def spread(values: list[float]) -> dict[str, float]:
     """Median and range."""
     return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def tell_sides(figures: dict[str, Any], of: str, unit: str, factor: float = 1.0) -> str:
+    """One line of a row's medians, and of what ours is over each other's."""
+    told = []
+    for name, value in figures[of].items():
+        over = f" (refimpl over it: {figures['ratios'][name]:.2f})" if name in figures["ratios"] else ""
+        told.append(f"{name} {factor * value['median']:,.1f} {unit}{over}")
+    return ", ".join(told)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:

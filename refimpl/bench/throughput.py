@@ -3,20 +3,26 @@
 Three workloads: one request and eight that decode together (the rate after their first tokens), and a mix of short and long
 ones that are all there at once (the rate over everything). Transformers answers the mix in static batches of 8, in the order
 of arrival, and, as its users would if they knew the lengths beforehand, sorted by output length.
+
+With a budget of time a row that would take too long is made smaller for all sides alike: first its lengths shrink, by as
+much as a short trial says, then its repeats become fewer. The row tells both (``shrink``, ``repeats``).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from refimpl.bench.peers import BATCH, Transformers, open_sides
+from refimpl.bench.peers import BATCH, CANDIDATES, TRIAL_TOKENS, Transformers, open_sides, refuse_random_weights
 from refimpl.bench.result import Check, Result, check, setting, workload_hash
-from refimpl.bench.sides import Requests, Run, Side, in_turn, mixed, ratio, same_length, spread
+from refimpl.bench.rows import DoesNotFit, Figures, Rows, chosen
+from refimpl.bench.sides import Requests, Run, Side, in_turn, mixed, ratio, same_length, spread, tell_sides
 from refimpl.errors import ConfigError
 from refimpl.loading.checkpoint import open_checkpoint
 
@@ -24,37 +30,53 @@ BOUNDS = {("decode_b1", "transformers"): 1.8, ("decode_b8", "transformers"): 2.2
 BOUNDS |= {("decode_b1", "vllm"): 1.2, ("decode_b8", "vllm"): 1.1}
 LARGEST_GAP = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Where two sides part, transformers' logit of our token is at most this far under its largest: a tie, up to rounding."""
+PROMPT, OUTPUT = 37, 128
+SHORTEST, LONGEST = 16, 256
+SHRINKS = (1.0, 0.5, 0.25, 0.125)
+"""What the lengths of a row that would take too long are multiplied with, the first that fits."""
+TRIAL = 1 / 16
+"""The same for the trial that says how long a row takes."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """Requests, and the rate that counts."""
 
-    name: str
-    requests: Requests
+    requests: Callable[[float, int], Requests]
+    """Of a scale of the lengths, and a vocabulary's size."""
     rate: Callable[[Run], float]
 
 
-def workloads(
-    vocab_size: int, prompt: int = 37, output: int = 128, shortest: int = 16, longest: int = 256
-) -> list[Workload]:
-    """The three of them."""
-    return [
-        Workload("decode_b1", same_length(1, prompt, output, vocab_size), lambda run: run.decode_rate),
-        Workload("decode_b8", same_length(8, prompt, output, vocab_size), lambda run: run.decode_rate),
-        Workload("mixed_32", mixed(32, shortest, longest, vocab_size), lambda run: run.rate),
-    ]
+def _scaled(length: int, scale: float) -> int:
+    return max(2, round(length * scale))
+
+
+def _together(count: int) -> Callable[[float, int], Requests]:
+    return lambda scale, vocab_size: same_length(count, _scaled(PROMPT, scale), _scaled(OUTPUT, scale), vocab_size)
+
+
+def _mixed(scale: float, vocab_size: int) -> Requests:
+    return mixed(32, _scaled(SHORTEST, scale), _scaled(LONGEST, scale), vocab_size)
+
+
+WORKLOADS = {
+    "decode_b1": Workload(_together(1), lambda run: run.decode_rate),
+    "decode_b8": Workload(_together(8), lambda run: run.decode_rate),
+    "mixed_32": Workload(_mixed, lambda run: run.rate),
+}
 
 
 def run(
     engine_options: dict[str, Any],
     repeats: int = 5,
-    dtypes: tuple[str, ...] = ("bfloat16", "float32"),
+    dtypes: Sequence[str] = ("bfloat16", "float32"),
     compare: bool = True,
     compare_python: Path | None = None,
     scale: float = 1.0,
+    workloads: Sequence[str] | None = None,
+    max_minutes: float | None = None,
 ) -> Result:
-    """Measure all workloads in each dtype; ``scale`` shrinks their lengths.
+    """Measure the workloads in each dtype; ``scale`` shrinks their lengths.
 
     Args:
         engine_options: of our engine; dtype, lengths and prefix cache are the comparison's.
@@ -63,29 +85,29 @@ def run(
         compare: with transformers.
         compare_python: the Python of an environment with vLLM's CPU build.
         scale: at most 1.
+        workloads: by name; None is all.
+        max_minutes: for everything; what does not fit is made smaller or left out, and the result says so.
 
     Raises:
-        ConfigError: a number or a dtype is out of range.
+        ConfigError: a number, a dtype or a workload is out of range.
 
     """
-    unknown = [dtype for dtype in dtypes if dtype not in LARGEST_GAP]
-    if repeats < 1 or not 0 < scale <= 1 or unknown:
-        raise ConfigError(
-            f"repeats is {repeats}, scale {scale}, dtypes {', '.join(dtypes)}; they must be 1 or more, over 0 to 1, and of "
-            f"{', '.join(LARGEST_GAP)}"
-        )
+    refuse_random_weights(engine_options)
+    _check_numbers(repeats, dtypes, scale)
+    names = chosen(workloads, list(WORKLOADS))
+    rows = Rows([_named(name, dtype) for dtype in dtypes for name in names], _tell, max_minutes)
     checkpoint = open_checkpoint(engine_options["model"])
-    lengths = [max(2, round(length * scale)) for length in (37, 128, 16, 256)]
-    listed = workloads(checkpoint.config.vocab_size, *lengths)
-    results: dict[str, Any] = {}
+    vocab_size = checkpoint.config.vocab_size
+    longest = 2 * max(_scaled(length, scale) for length in (PROMPT, OUTPUT, LONGEST))
     checks: list[Check] = []
-    for dtype in dtypes:
-        with open_sides(engine_options, checkpoint, dtype, 32, 2 * max(lengths), compare, compare_python) as sides:
-            for workload in listed:
-                figures = _measure(sides, workload, repeats)
-                results[_named(workload.name, dtype)] = figures
-                checks += _checks(workload.name, dtype, figures)
-    produced = sum(output for workload in listed for _, output in workload.requests)
+    with rows.kept_when_interrupted():
+        for dtype in dtypes:
+            with open_sides(engine_options, checkpoint, dtype, 32, longest, compare, compare_python) as sides:
+                for name in names:
+                    row = partial(_measure, sides, WORKLOADS[name], vocab_size, scale, repeats)
+                    if figures := rows.measure(_named(name, dtype), row):
+                        checks += _checks(name, dtype, figures)
+    lengths = [_scaled(length, scale) for length in (PROMPT, OUTPUT, SHORTEST, LONGEST)]
     return Result(
         topic="throughput",
         setting=setting(
@@ -94,20 +116,34 @@ def run(
             dtype=" and ".join(dtypes),
             workload=f"{lengths[0]} tokens in and {lengths[1]} out, alone and eight at once; 32 requests of {lengths[2]} to "
             f"{lengths[3]} in and out; greedy, no prefix cache",
-            workload_hash=workload_hash([workload.requests for workload in listed]),
-            tokens_produced=produced * len(dtypes) * (repeats + 1),
+            workload_hash=workload_hash([workload.requests(scale, vocab_size) for workload in WORKLOADS.values()]),
+            tokens_produced=sum(row["output_tokens"] * (row["repeats"] + 1) for row in rows.measured().values()),
             repeats=repeats,
         ),
-        results=results,
+        results=rows.all(),
         checks=checks,
     )
+
+
+def _check_numbers(repeats: int, dtypes: Sequence[str], scale: float) -> None:
+    unknown = [dtype for dtype in dtypes if dtype not in LARGEST_GAP]
+    if repeats < 1 or not 0 < scale <= 1 or unknown:
+        raise ConfigError(
+            f"repeats is {repeats}, scale {scale}, dtypes {', '.join(dtypes)}; they must be 1 or more, over 0 to 1, and of "
+            f"{', '.join(LARGEST_GAP)}"
+        )
 
 
 def _named(name: str, dtype: str) -> str:
     return name if dtype == "bfloat16" else f"{name}_{dtype}"
 
 
-def _checks(name: str, dtype: str, figures: dict[str, Any]) -> list[Check]:
+def _tell(figures: Figures) -> str:
+    smaller = "" if figures["shrink"] == 1 else f", lengths × {figures['shrink']:g}"
+    return tell_sides(figures, "tokens_per_second", "tokens/s") + smaller
+
+
+def _checks(name: str, dtype: str, figures: Figures) -> list[Check]:
     """Ratios that have a bound, and that all sides drew the tokens that they should."""
     listed = []
     for peer, value in figures["ratios"].items():
@@ -120,27 +156,84 @@ def _checks(name: str, dtype: str, figures: dict[str, Any]) -> list[Check]:
     return listed
 
 
-def _measure(sides: dict[str, Side], workload: Workload, repeats: int) -> dict[str, Any]:
-    """Rates of every side, ratios of ours to each, and what the tokens say."""
-    requests = workload.requests
-    turns = {name: partial(side.run, requests) for name, side in sides.items()}
+def _measure(
+    sides: dict[str, Side], workload: Workload, vocab_size: int, scale: float, repeats: int, seconds: float
+) -> Figures:
+    """Rates of every side, ratios of ours to each, and what the tokens say, in about so many seconds."""
+    until, shrink = time.perf_counter() + seconds, 1.0
+    if seconds < math.inf:
+        shrink, repeats = _fitted(sides, lambda part: workload.requests(scale * part, vocab_size), repeats, until)
+    requests = workload.requests(scale * shrink, vocab_size)
     peer = sides.get("transformers")
     if isinstance(peer, Transformers):
-        peer.choose(requests[:BATCH])
-        if len(requests) > BATCH:
-            by_output = sorted(requests, key=lambda request: request[1])
-            turns["transformers, sorted by output length"] = partial(peer.run, by_output)
-    runs = in_turn(turns, repeats)
+        peer.choose(requests[:BATCH], until)
+    runs = in_turn(_turns(sides, requests), repeats, until)
     rates = {name: [workload.rate(run) for run in listed] for name, listed in runs.items()}
-    figures = {
+    figures: Figures = {
         "tokens_per_second": {name: spread(values) for name, values in rates.items()},
         "ratios": {name: ratio(rates["refimpl"], values) for name, values in rates.items() if name != "refimpl"},
+        "shrink": shrink,
+        "repeats": len(rates["refimpl"]),
+        "output_tokens": sum(output for _, output in requests),
         "settings": {name: side.settings for name, side in sides.items()},
         "tokens_missing": _missing(requests, list(itertools.chain(*runs.values()))),
     }
     if isinstance(peer, Transformers):
         figures |= _compare(peer, requests, {name: runs[name][-1].token_ids for name in sides})
     return figures
+
+
+def _turns(sides: dict[str, Side], requests: Requests) -> dict[str, Callable[[], Run]]:
+    """What runs in a turn: every side, and transformers once more where an order by length would help it."""
+    turns: dict[str, Callable[[], Run]] = {name: partial(side.run, requests) for name, side in sides.items()}
+    if "transformers" in sides and len(requests) > BATCH:
+        by_output = sorted(requests, key=lambda request: request[1])
+        turns["transformers, sorted by output length"] = partial(sides["transformers"].run, by_output)
+    return turns
+
+
+def _fitted(
+    sides: dict[str, Side], requests_of: Callable[[float], Requests], repeats: int, until: float
+) -> tuple[float, int]:
+    """By how much the lengths shrink and how often a row repeats to end by ``until``, guessed from much shorter requests.
+
+    Raises:
+        DoesNotFit: not even the shortest lengths do, once.
+
+    """
+    trial = requests_of(TRIAL)
+    for _ in range(2):  # what a side does at its first call is no part of a turn
+        started = time.perf_counter()
+        for turn in _turns(sides, trial).values():
+            turn()
+        took = time.perf_counter() - started
+        if time.perf_counter() + took > until:
+            break
+    left = until - time.perf_counter()
+    for shrink in SHRINKS:
+        requests = requests_of(shrink)
+        turn_seconds = took * _tokens(requests) / _tokens(trial)
+        others = _other_turns(sides, requests)
+        if turn_seconds * (others + repeats) <= left:
+            return shrink, repeats
+    if (once := turn_seconds * (others + 1)) > left:
+        raise DoesNotFit(
+            f"with lengths × {shrink:g} and one repeat it takes about {once:.0f} seconds, and "
+            f"{max(0.0, left):.0f} were left for it"
+        )
+    return shrink, int(left / turn_seconds - others)
+
+
+def _other_turns(sides: dict[str, Side], requests: Requests) -> float:
+    """What a row costs beside its repeats, in turns: the first; choosing transformers' setting, and asking it for logits."""
+    if "transformers" not in sides:
+        return 1
+    return 2 + 2 * len(CANDIDATES) * min(1, TRIAL_TOKENS / max(output for _, output in requests))
+
+
+def _tokens(requests: Requests) -> int:
+    """In and out: what the time of a turn goes with, roughly."""
+    return sum(len(prompt) + output for prompt, output in requests)
 
 
 def _compare(peer: Transformers, requests: Requests, answers: dict[str, list[list[int]]]) -> dict[str, Any]:

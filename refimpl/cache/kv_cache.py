@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from refimpl.cache.block_moves import BlockMoves, ids_on, moves_of
+from refimpl.cache.host_blocks import HostBlocks, HostBlocksBeside
+from refimpl.cache.staged_blocks import PinnedBlocks
 from refimpl.config import ModelConfig
 from refimpl.errors import RefimplError
-
-BLOCKS_A_RUN = 4
-"""From so many blocks side by side on, a copy of its own is the cheaper (measured with 66 blocks of 24 KiB)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LayerKV:
 class KVCache:
     """The cache of all layers: ``num_blocks`` usable blocks of ``block_size`` token slots, and the null block.
 
-    ``num_host_blocks`` more are in the host's memory (pinned where the device is a GPU), for sequences that are swapped out.
+    ``num_host_blocks`` more are in the host's memory, for sequences that are swapped out.
     """
 
     def __init__(
@@ -48,50 +48,23 @@ class KVCache:
             LayerKV(k=torch.empty(shape, dtype=dtype, device=device), v=torch.empty(shape, dtype=dtype, device=device))
             for _ in range(config.num_hidden_layers)
         ]
-        on_host = (num_host_blocks + 1, *shape[1:])
-        pinned = device.type == "cuda"
-        self.host_layers = [
-            LayerKV(*(torch.empty(on_host, dtype=dtype, pin_memory=pinned) for _ in "kv"))
-            for _ in range(config.num_hidden_layers if num_host_blocks else 0)
-        ]
+        pools = [pool for layer in self.layers for pool in (layer.k, layer.v)]
+        self._moves = moves_of(pools)
+        self.host_blocks = host_blocks_of(pools, self._moves, num_host_blocks)
 
     def swap_out(self, transfers: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks to the host, (device block, host block) each, in every layer."""
-        self._transfer(self.layers, self.host_layers, transfers)
+        self.host_blocks.swap_out(transfers)
 
     def swap_in(self, transfers: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks back, (host block, device block) each, in every layer."""
-        self._transfer(self.host_layers, self.layers, transfers)
+        self.host_blocks.swap_in(transfers)
 
-    def _transfer(self, source: list[LayerKV], target: list[LayerKV], transfers: Sequence[tuple[int, int]]) -> None:
-        """Over a link: gather, move as one piece, scatter, for a link is as fast as its pieces are long.
-
-        Within the host's memory that copies everything twice: there, blocks that lie side by side are copied at once, where
-        they are, unless they lie so scattered that the calls would cost more than the second copy.
-        """
-        if not transfers:
-            return
-        runs = _runs(transfers)
-        if source[0].k.device == target[0].k.device and len(runs) * BLOCKS_A_RUN <= len(transfers):
-            for from_layer, to_layer in zip(source, target, strict=True):
-                for first, goes_to, count in runs:
-                    to_layer.k[goes_to : goes_to + count] = from_layer.k[first : first + count]
-                    to_layer.v[goes_to : goes_to + count] = from_layer.v[first : first + count]
-            return
-        source_ids, target_ids = torch.tensor(transfers).unbind(1)
-        for from_layer, to_layer in zip(source, target, strict=True):
-            for from_cache, to_cache in ((from_layer.k, to_layer.k), (from_layer.v, to_layer.v)):
-                pieces = from_cache.index_select(0, source_ids.to(from_cache.device))
-                to_cache.index_copy_(0, target_ids.to(to_cache.device), pieces.to(to_cache.device))
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each, in every layer. Targets are distinct, and none is a source."""
-        if not copies:
-            return
-        sources, targets = torch.tensor(copies, device=self.layers[0].k.device).unbind(1)
-        for layer in self.layers:
-            for cache in (layer.k, layer.v):
-                cache[targets] = cache[sources]
+        if copies:
+            sources, targets = (ids_on(self.layers[0].k.device, ids) for ids in zip(*copies, strict=True))
+            self._moves.copy(sources, targets)
 
     def read(self, layer: int, block_ids: Iterable[int]) -> LayerKV:
         """Copies of what some blocks hold in a layer; all of them from 0 on are the whole cache, slot by slot.
@@ -111,18 +84,15 @@ class KVCache:
 
     def release(self) -> None:
         """Give the memory back now, whoever still holds a reference to the tensors."""
-        for layer in (*self.layers, *self.host_layers):
+        self.host_blocks.release()
+        for layer in self.layers:
             for tensor in (layer.k, layer.v):
                 tensor.untyped_storage().resize_(0)
-        self.layers, self.host_layers = [], []
+        self.layers = []
 
 
-def _runs(transfers: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Transfers (source, target) as (first source, first target, count), where both numbers go up by 1, in any order."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in sorted(transfers):
-        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((source, target, 1))
-    return runs
+def host_blocks_of(pools: list[Tensor], moves: BlockMoves, num_host_blocks: int) -> HostBlocks:
+    """The swap space of a cache, by where the cache is."""
+    if num_host_blocks and pools[0].is_cuda:
+        return PinnedBlocks(pools, moves, num_host_blocks)
+    return HostBlocksBeside(pools, num_host_blocks)

@@ -13,6 +13,7 @@ from refimpl.config import GIB, EngineArgs
 from refimpl.doctor.findings import Finding
 from refimpl.errors import ConfigError
 from refimpl.executor.device import choose_device, choose_dtype, cpu_flags, free_host_memory
+from refimpl.executor.serving import who_serves
 from refimpl.loading.pull import cache_folder
 
 SHOWN_FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
@@ -99,7 +100,7 @@ def _devices() -> list[Finding]:
 
 
 def check_choices(args: EngineArgs) -> tuple[list[Finding], Any, Any]:
-    """Device, dtype and attention backend as the engine chooses them, each with its reason; and the first two themselves."""
+    """Device, dtype and kernels as the engine chooses them, each with its reason; and the first two themselves."""
     findings, device, dtype = [], None, None
     try:
         device, reason = choose_device(args.device)
@@ -111,4 +112,6 @@ def check_choices(args: EngineArgs) -> tuple[list[Finding], Any, Any]:
     known = {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
     setting = Setting(head_dim=0, block_size=args.block_size, **known)  # the model, and so its head size, is not looked at
     name, reason = backend_choice(args.attention_backend, setting)
-    return [*findings, Finding("choices", "attention", name, advice=reason)], device, dtype
+    findings.append(Finding("choices", "attention", name, advice=reason))
+    served = who_serves(args.attention_backend, setting, args.enforce_eager, args.step_limits()[0])
+    return [*findings, *(Finding("choices", one.operation, one.by, advice=one.why) for one in served)], device, dtype

@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from refimpl.attention import Setting, backend_choice
 from refimpl.config import GIB, EngineArgs, ModelConfig
 from refimpl.doctor.findings import Finding, Status
 from refimpl.errors import OutOfMemoryError, RefimplError
-from refimpl.executor import memory
+from refimpl.executor import gpu_memory, memory, memory_advice
 from refimpl.executor.device import free_host_memory
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached, hub_folder_if_cached
@@ -69,8 +70,20 @@ def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
     about = f"{config.num_parameters / 1e6:,.1f} million weights, {weights / GIB:.2f} GiB in {str(dtype)[6:]}"
     return [
         Finding("models", name, f"{about}; contexts of {config.context_limit(args.max_model_len):,} tokens"),
+        *_attention(args, config, device, dtype),
         _kv_cache(args, config, device, dtype, weights),
     ]
+
+
+def _attention(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any) -> list[Finding]:
+    """Where the model's head size decides who computes attention: that was not known when the choices were told."""
+    choices = [
+        backend_choice(args.attention_backend, Setting(head_dim, device, dtype, args.block_size))
+        for head_dim in (0, config.head_dim)
+    ]
+    if choices[0] == choices[1]:
+        return []
+    return [Finding("models", "attention", choices[1].name, "note", choices[1].reason)]
 
 
 def _here(args: EngineArgs) -> Any:
@@ -83,22 +96,26 @@ def _here(args: EngineArgs) -> Any:
 
 
 def _kv_cache(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any, weights: int) -> Finding:
-    """The executor's own arithmetic (:mod:`refimpl.executor.memory`), with the weights counted as loaded."""
-    import torch
+    """The executor's own arithmetic (:mod:`refimpl.executor.memory`), with the weights counted as loaded.
 
+    On a GPU what a step takes is reckoned here; the engine measures it, and CUDA graphs come off besides.
+    """
     cache, (max_num_seqs, _) = args.cache_config(), args.step_limits()
     length = args.max_model_len or config.context_limit()
-    enough = memory.enough_bytes(config, args.block_size, dtype.itemsize, max_num_seqs, length)
+    sums = None
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        available = min(memory.gpu_cache_bytes(cache, total, total - free + weights, 0), enough)
+        sums = gpu_memory.before_loading(args, config, dtype, device)
+        free, available = sums.total - sums.taken, min(sums.left, sums.enough)
     else:
         free = free_host_memory()
+        enough = memory.enough_bytes(config, args.block_size, dtype.itemsize, max_num_seqs, length)
         available = memory.cpu_cache_bytes(cache, max(0, free - weights))
         available = available if cache.cpu_kvcache_space is not None else min(available, enough)
     try:
         if weights > free:
             raise OutOfMemoryError(f"the weights take {weights / GIB:.1f} GiB, and {free / GIB:.1f} are free on {device}")
+        if sums is not None and sums.measured:
+            memory_advice.check_room(sums, str(device), args.max_model_len)
         blocks = memory.num_blocks(cache, config, dtype.itemsize, available)
     except OutOfMemoryError as error:
         return Finding("models", "KV cache", "does not fit", "error", str(error))

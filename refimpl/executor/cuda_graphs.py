@@ -17,6 +17,10 @@ largest is recorded first, so that the others fit into what it took.
 from __future__ import annotations
 
 import bisect
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -26,20 +30,16 @@ from torch import Tensor
 from refimpl.attention.backend import AttentionBackend, AttentionMetadata
 from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch, StepInputs
+from refimpl.kernels.transfer import to_device
 from refimpl.models.llama import LlamaForCausalLM
 
-LARGEST = 256
-"""Rows of the largest graph. Beyond, the GPU is slower than Python's starting of kernels."""
-SPACING = 8
+SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+"""Numbers of rows that graphs are recorded for. Over evenly spread batches under 4% of the rows are padding."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every eighth number of rows, up to the first that holds ``max_num_seqs``, or 256 if that is less.
-
-    Over evenly spread batches of 1 to 256 rows, fewer than 4 rows a step are padding: under 3%.
-    """
-    sizes = [1, 2, 4, *range(SPACING, LARGEST + 1, SPACING)]
-    return sizes[: bisect.bisect_left(sizes, max_num_seqs) + 1]
+    """Those of ``SIZES`` up to the first that holds ``max_num_seqs``; all, if none does."""
+    return SIZES[: bisect.bisect_left(SIZES, max_num_seqs) + 1]
 
 
 class DecodeStep:
@@ -72,8 +72,7 @@ class DecodeStep:
         """Say which sequences are decoded, and their lengths with the token that is computed. Other rows are empty."""
         count = len(slots)
         self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
-        # From memory that is not pinned: it is read before this returns, so it can be written for the next step.
-        self._rows.copy_(torch.from_numpy(self._staged), non_blocking=True)
+        self._rows.copy_(to_device(torch.from_numpy(self._staged), self.device))
 
     def forward(self, size: int) -> Float[Tensor, "size H"]:
         """Hidden states of the last tokens of the first ``size`` rows; those of empty rows mean nothing."""
@@ -97,16 +96,23 @@ class DecodeStep:
         return hidden
 
 
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The one on which graphs are recorded: a library takes a workspace for every stream that it sees, and keeps it."""
+    return torch.cuda.Stream(device)
+
+
 class DecodeGraphs:
     """Recordings of one decode step for each of ``sizes``, which rise."""
 
     def __init__(self, step: DecodeStep, sizes: list[int]) -> None:
+        self._process = os.getpid()
         self._step = step
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         for size in reversed(sizes):
-            self._capture(size)
+            self.record(size)
 
     def serves(self, inputs: StepInputs) -> bool:
         """Whether a step is one of decodes alone (or of last tokens of prompts), and not too large."""
@@ -125,14 +131,22 @@ class DecodeGraphs:
             graph.reset()
         self._graphs = {}
 
-    def _capture(self, size: int) -> None:
+    def record(self, size: int) -> None:
+        """Record the step for so many rows."""
         # Before it is recorded a kernel must be compiled and a library's workspace taken, which a recording cannot hold.
-        current, beside = torch.cuda.current_stream(self._step.device), torch.cuda.Stream(self._step.device)
+        current, beside = torch.cuda.current_stream(self._step.device), _stream_beside(self._step.device)
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
             self._step.forward(size)
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads ask of the GPU meanwhile, as another engine does, is no part of this, and no mistake.
+        with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"):
             hidden = self._step.forward(size)
         self._graphs[size] = graph, hidden
+
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        """In a child that was forked off, the graphs are its parent's: ending them there would be a warning each."""
+        if getpid() != self._process:
+            for graph, _ in self._graphs.values():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))

@@ -115,3 +115,11 @@ def free_host_memory() -> int:
     except (OSError, ValueError):
         pass
     return available
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on a CPU, whose allocator's error has no class of its own."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in said or "out of memory" in said)
+    )

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from refimpl.errors import RefimplError
+from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling_params import LogitsHooks
 from refimpl.scheduler.preemption import PreemptionCosts
@@ -29,6 +30,14 @@ class Executor(Protocol):
     weight_bytes: int
     device_name: str
     """Where it computes, for people."""
+
+    @property
+    def memory_parts(self) -> tuple[MemoryPart, ...]:
+        """The device's memory, part by part; empty where it is not known."""
+
+    @property
+    def setting_changes(self) -> tuple[SettingChange, ...]:
+        """What other settings would make of the cache; empty where it is not known."""
 
     @property
     def logits_hooks(self) -> LogitsHooks | None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+
 import torch
 
 from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
-from refimpl.config import EngineArgs
+from refimpl.config import EngineArgs, ModelConfig
+from refimpl.executor import memory
+from refimpl.executor.cuda_graphs import DecodeGraphs
+from refimpl.executor.device_memory import DeviceMemory, Grows
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.models.llama import LlamaForCausalLM
@@ -14,65 +20,154 @@ from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_numbers import SamplingNumbers
 
-
-def step_bytes(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, max_num_seqs: int, num_tokens: int
-) -> int:
-    """Peak bytes of a step with the longest prompt that fits it, and of the logits of a full batch."""
-    num_blocks = -(-num_tokens // args.block_size)
-    runner = _runner(args, model, dtype, device, 1, num_blocks, num_blocks * args.block_size + 1)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    sequence = Admission(0, 0, (0,) * num_tokens, num_tokens, 0, 0, 0, sampling=SamplingNumbers(top_p=0.5))
-    blocks = NewBlocks(0, tuple(range(1, num_blocks + 1)))
-    runner.execute(SchedulerOutput(0, Batch(1, (0,), (0,), (num_tokens,)), admitted=(sequence,), new_blocks=(blocks,)))
-    # A row that is adjusted, filtered and sampled holds up to about nine copies of its float32 logits.
-    logits = 9 * 4 * max_num_seqs * model.config.vocab_size
-    return int(torch.cuda.max_memory_allocated(device) - before) + logits
+LEAST_TOKENS = 16
+"""A step that does not fit is halved down to this; from what the smaller one takes it is reckoned what the larger would."""
+SAMPLED_GRAPHS = 4
+"""Graphs recorded beside the largest, to see what each further one takes."""
 
 
-def graph_bytes(
+def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DeviceMemory:
+    """The sums before anything is loaded: what is on the card, and what is known of the engine by arithmetic."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    max_num_seqs, max_num_batched_tokens = args.step_limits()
+    given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
+    return DeviceMemory(
+        total=total,
+        taken=total - free,
+        of_this_process=torch.cuda.memory_reserved(device),
+        weights=config.num_parameters * dtype.itemsize,
+        activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
+        vocab_size=config.vocab_size,
+        block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize),
+        block_size=args.block_size,
+        bytes_per_value=dtype.itemsize,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=args.max_model_len or config.context_limit(),
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        measured=not given,
+    )
+
+
+def with_weights(before: DeviceMemory, device: torch.device) -> DeviceMemory:
+    """The sums once the weights are loaded, which round up to the allocator's pieces."""
+    torch.cuda.empty_cache()
+    return before.with_(weights=max(before.weights, torch.cuda.memory_reserved(device) - before.of_this_process))
+
+
+def measured(
+    loaded: DeviceMemory,
     args: EngineArgs,
     model: LlamaForCausalLM,
     dtype: torch.dtype,
     device: torch.device,
     sizes: list[int],
-    max_model_len: int,
-) -> int:
-    """Bytes that CUDA graphs of these sizes take, for contexts of up to ``max_model_len`` tokens.
+) -> DeviceMemory:
+    """The sums with what steps take, and CUDA graphs of ``sizes``, if there are any. Both are run, and given back."""
+    activations = _activations(loaded, args, model, dtype, device)
+    found = loaded.with_(activations=activations, graphs=bool(sizes))
+    if sizes:
+        pool, each = _graphs_or_more_than_is_free(args, model, dtype, device, sizes, loaded.max_model_len)
+        found = found.with_(graph_pool=Grows(each=pool / sizes[-1]), graph_each=each)
+    _settle(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return found.with_(libraries=max(0, total - free - found.taken - found.weights))
 
-    The largest is recorded, and a small one, as which the others count.
+
+def _activations(
+    loaded: DeviceMemory, args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device
+) -> Grows:
+    """What a step takes by its tokens: the largest is run, and one of half as many tokens.
+
+    Where the largest does not fit, what it would take is reckoned from the largest that does.
     """
-    runner = _runner(args, model, dtype, device, sizes[-1], 1, max_model_len)
-    taken = []
-    for recorded in ([sizes[-1]], [sizes[0], sizes[-1]]):
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        before = torch.cuda.mem_get_info(device)[0]
-        runner.capture(recorded)
-        torch.cuda.synchronize(device)
-        taken.append(before - torch.cuda.mem_get_info(device)[0])
-        assert runner.graphs is not None
-        runner.graphs.release()
-        runner.graphs = None
-    largest, both = taken
-    return largest + max(0, both - largest) * (len(sizes) - 1)
+    tokens = loaded.step_tokens
+    while True:
+        try:
+            most = step_bytes(args, model, dtype, device, tokens, loaded.max_model_len)
+            half = step_bytes(args, model, dtype, device, max(1, tokens // 2), loaded.max_model_len)
+        except torch.OutOfMemoryError:
+            if tokens <= LEAST_TOKENS:
+                raise
+        else:
+            return Grows.through(tokens, most, max(1, tokens // 2), half)
+        _settle(device)
+        tokens //= 2
+
+
+def step_bytes(
+    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, num_tokens: int, longest: int
+) -> int:
+    """Peak bytes of a step that computes so many tokens of prompts of up to ``longest`` tokens, beside its cache."""
+    lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
+    # All blocks are one: it does not matter what is read, and the cache that there will be need not fit yet.
+    runner = _runner(args, model, dtype, device, len(lengths), max(lengths) + 1)
+    _settle(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    rows = tuple(range(len(lengths)))
+    runner.execute(
+        SchedulerOutput(
+            0,
+            Batch(1, rows, rows, tuple(lengths)),
+            admitted=tuple(
+                Admission(row, row, (0,) * count, count, 0, seed=0, path=row, sampling=SamplingNumbers(top_p=0.5))
+                for row, count in enumerate(lengths)
+            ),
+            new_blocks=tuple(NewBlocks(row, (1,) * -(-count // args.block_size)) for row, count in enumerate(lengths)),
+        )
+    )
+    return int(torch.cuda.max_memory_reserved(device) - before)
+
+
+def _graphs_or_more_than_is_free(
+    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
+) -> tuple[int, int]:
+    """Bytes of the largest CUDA graph and of each further one; where they find no room, more than there is."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return graph_bytes(args, model, dtype, device, sizes, length)
+    _settle(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + 1, 0
+
+
+def graph_bytes(
+    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
+) -> tuple[int, int]:
+    """Bytes that the largest CUDA graph takes, and each further one, for contexts of up to ``length`` tokens.
+
+    The first recording of all pays for what is compiled and for the workspaces of libraries, which stay: it does not count.
+    """
+    runner = _runner(args, model, dtype, device, sizes[-1], length)
+    step, free = runner.decode_step(sizes[-1]), []
+    others = sizes[-2 :: -max(1, len(sizes) // SAMPLED_GRAPHS)]
+    with torch.inference_mode():
+        DecodeGraphs(step, sizes[:1]).release()
+        graphs = DecodeGraphs(step, [])
+        for recorded in ([], sizes[-1:], others):
+            for size in recorded:
+                graphs.record(size)
+            _settle(device)
+            free.append(torch.cuda.mem_get_info(device)[0])
+    graphs.release()
+    return max(0, free[0] - free[1]), -(-max(0, free[1] - free[2]) // max(1, len(others)))
+
+
+def _settle(device: torch.device) -> None:
+    """Have the card show what is truly held."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
 
 
 def _runner(
-    args: EngineArgs,
-    model: LlamaForCausalLM,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_seqs: int,
-    num_blocks: int,
-    length: int,
+    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, num_seqs: int, length: int
 ) -> ModelRunner:
-    """A runner with a small cache of its own, and slots for sequences of ``length`` tokens."""
+    """A runner with a cache of one block, and slots for sequences of ``length`` tokens."""
     config = model.config
     return ModelRunner(
         model,
-        KVCache(config, num_blocks, args.block_size, dtype, device),
+        KVCache(config, 1, args.block_size, dtype, device),
         InputBatch(num_seqs, length, args.block_size, device, SamplingSlots(num_seqs, config.vocab_size, device)),
         choose_backend(args.attention_backend, Setting(config.head_dim, device, dtype, args.block_size)),
     )

@@ -17,6 +17,8 @@ from torch import Tensor
 from refimpl.attention.backend import AttentionMetadata
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.readout import Read, Readout
+from refimpl.executor.table import Table
+from refimpl.kernels.transfer import to_device
 from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
 from refimpl.row_extras import RowExtras
 from refimpl.sampling.sampler import SamplingRows
@@ -49,6 +51,7 @@ class StepInputs:
     """Which of these each of them draws from; None where it is one each. Samples that begin together share one."""
     slots: Int64[Tensor, "R"]
     """Of the rows that draw."""
+    slots_on_host: np.ndarray
     sampling: SamplingRows
     logprobs: dict[int, int]
     """How many most probable tokens are reported beside the one drawn, for those of the drawing rows that ask."""
@@ -104,8 +107,9 @@ class InputBatch:
         self.sampling = sampling
         self.readout = Readout(max_num_seqs)
         N, L = max_num_seqs, max_model_len
-        self.token_ids = torch.zeros(N, L, dtype=torch.int64, device=device)
-        self.block_table = torch.zeros(N, -(-L // block_size), dtype=torch.int32, device=device)
+        self._tokens = Table(N, L, torch.int64, device)
+        self._blocks = Table(N, -(-L // block_size), torch.int32, device)
+        self.token_ids, self.block_table = self._tokens.on_device, self._blocks.on_device
         # The host's copies: what shapes a step.
         self.num_tokens = np.zeros(N, dtype=np.int64)
         self.num_computed_tokens = np.zeros(N, dtype=np.int64)
@@ -115,7 +119,7 @@ class InputBatch:
     def apply(self, scheduler_output: SchedulerOutput) -> None:
         """Take in a step's changes, in the order that SchedulerOutput promises."""
         for slot, token_id in scheduler_output.chosen:
-            self.token_ids[slot, int(self.num_tokens[slot]) - 1] = token_id
+            self._tokens.write(slot, int(self.num_tokens[slot]) - 1, (token_id,))
         for admission in scheduler_output.admitted:
             self._admit(admission)
         for slot in scheduler_output.restarted:
@@ -123,12 +127,14 @@ class InputBatch:
         for new_blocks in scheduler_output.new_blocks:
             self._append_blocks(new_blocks)
         for copy in scheduler_output.copies:
-            self.block_table[copy.slot, copy.index] = copy.target
+            self._blocks.write(copy.slot, copy.index, (copy.target,))
+        self._tokens.send()
+        self._blocks.send()
 
     def _admit(self, admission: Admission) -> None:
         self._rows = None  # what is kept of them holds the parameters of their slots
         slot, count = admission.slot, len(admission.token_ids)
-        self.token_ids[slot, :count] = torch.tensor(admission.token_ids, device=self.device)
+        self._tokens.write(slot, 0, admission.token_ids)
         self.num_tokens[slot] = count
         self.num_computed_tokens[slot] = admission.num_computed_tokens
         self.num_blocks[slot] = 0
@@ -136,10 +142,8 @@ class InputBatch:
         self.readout.admit(admission)
 
     def _append_blocks(self, new_blocks: NewBlocks) -> None:
-        first = self.num_blocks[new_blocks.slot]
-        last = first + len(new_blocks.block_ids)
-        self.block_table[new_blocks.slot, first:last] = torch.tensor(new_blocks.block_ids, dtype=torch.int32)
-        self.num_blocks[new_blocks.slot] = last
+        self._blocks.write(new_blocks.slot, int(self.num_blocks[new_blocks.slot]), new_blocks.block_ids)
+        self.num_blocks[new_blocks.slot] += len(new_blocks.block_ids)
 
     def prepare(self, batch: Batch) -> StepInputs:
         """Shape a step, and count its tokens as computed."""
@@ -158,6 +162,7 @@ class InputBatch:
             last_tokens=drawing.last_tokens,
             logits_row=drawing.logits_row,
             slots=drawing.slots_on_device,
+            slots_on_host=drawing.slots,
             sampling=self.sampling.at(drawing.sampling, drawing.slots, self.num_tokens[drawing.slots], self.token_ids),
             logprobs=self.readout.logprob_counts(drawing.slots),
             reads=self.readout.reads(rows.slots, starts, rows.counts, rows.offsets),
@@ -230,8 +235,8 @@ class InputBatch:
         if not inputs.drawing:
             return PendingOutput(num_rows, [], None, extras)
         self.token_ids[inputs.slots, inputs.sampling.position] = token_ids.clamp(min=0)
-        self.num_tokens[inputs.row_slots[inputs.drawing]] += 1
+        self.num_tokens[inputs.slots_on_host] += 1
         return PendingOutput(num_rows, inputs.drawing, token_ids, extras)
 
     def _to_device(self, array: np.ndarray) -> Int64[Tensor, "size"]:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(array.astype(np.int64, copy=False)), self.device)

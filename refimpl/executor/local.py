@@ -11,18 +11,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from refimpl.attention import AttentionBackend, Setting, backend_choice, choose_backend
+from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
+from refimpl.cache.staged_blocks import staging_bytes
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor import gpu_memory, memory
+from refimpl.executor import gpu_memory, memory, memory_advice, serving
 from refimpl.executor.cuda_graphs import graph_sizes
-from refimpl.executor.device import free_host_memory, resolve_device, resolve_dtype
+from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
+from refimpl.executor.device_memory import DeviceMemory
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.preemption_costs import measure
 from refimpl.loading.checkpoint import Checkpoint, load_model
+from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling.slots import SamplingSlots
@@ -52,75 +55,74 @@ class LocalExecutor:
         self.weight_bytes = checkpoint.config.num_parameters * self.dtype.itemsize
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
-        self._check_room_for_weights(checkpoint)
-        try:
-            model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
-            max_num_seqs, max_num_batched_tokens = args.step_limits()
-            setting = Setting(checkpoint.config.head_dim, self.device, self.dtype, args.block_size)
-            backend = choose_backend(args.attention_backend, setting)
-            log.info("attention: %s (%s)", *backend_choice(args.attention_backend, setting))
-            self.graph_sizes = self._graph_sizes(args, backend, max_num_seqs)
-            available = self._available_bytes(args, model, max_num_seqs, min(max_num_batched_tokens, max_model_len))
-            self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
-            self.num_blocks = memory.num_blocks(args.cache_config(), checkpoint.config, self.dtype.itemsize, available)
-            max_model_len = min(max_model_len, self.num_blocks * args.block_size)
-            self.runner = ModelRunner(
-                model,
-                KVCache(
-                    checkpoint.config,
-                    self.num_blocks,
-                    args.block_size,
-                    self.dtype,
-                    self.device,
-                    self.num_host_blocks,
-                ),
-                InputBatch(
-                    max_num_seqs,
-                    max_model_len,
-                    args.block_size,
-                    self.device,
-                    SamplingSlots(
-                        max_num_seqs, checkpoint.config.vocab_size, self.device, self.logits_hooks, args.logits_hook
-                    ),
-                ),
-                backend,
-            )
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
-                raise
-            raise OutOfMemoryError(
-                f"{checkpoint.name} needs {self.weight_bytes / GIB:.2f} GiB for its "
-                f"weights in {args.dtype} beside its KV cache, which {self.device} does not have: {error}"
-            ) from error
         self.preemption_costs: PreemptionCosts | None = None
-        if self.num_host_blocks and args.preemption_mode == "auto":
-            most = min(max_num_batched_tokens, max_model_len - 1)
-            self.preemption_costs = measure(self.runner, checkpoint.config, most, self.num_host_blocks)
-        if self.graph_sizes:
-            self.runner.capture(self.graph_sizes)
-            log.info("CUDA graphs: %d, for decodes of up to %d sequences", len(self.graph_sizes), self.graph_sizes[-1])
+        self.num_blocks = 0
+        self.memory: DeviceMemory | None = None
+        """How a GPU's memory is divided."""
+        self._closed = False
+        self._process = os.getpid()
+        self._stage = "loading the weights"
+        try:
+            self._build(args, checkpoint, max_model_len)
+        except BaseException as error:
+            self._give_back_after(error)
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(f"{checkpoint.name}: {self._what_to_do(args)} ({error})") from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
         # Who waits for a GPU's tokens is not who orders its next step.
         reads = asynchronous and self.device.type == "cuda"
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
-        self._closed = False
-        self._process = os.getpid()
 
-    def _graph_sizes(self, args: EngineArgs, backend: AttentionBackend, max_num_seqs: int) -> list[int]:
-        """Numbers of decodes for which CUDA graphs are recorded; none where they cannot be, or are not wanted."""
-        on_device = getattr(backend, "decodes_on_device", False)  # a backend of the user's need not know of it
-        in_graphs = self.device.type == "cuda" and on_device and not args.enforce_eager
-        return graph_sizes(max_num_seqs) if in_graphs else []
+    def _build(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
+        """Model, cache and runner, in this order: the cache takes what the rest leaves."""
+        config = checkpoint.config
+        if self.device.type == "cuda":
+            self.memory = gpu_memory.before_loading(args, config, self.dtype, self.device)
+            memory_advice.check_weights(
+                self.memory, checkpoint.name, str(self.dtype).removeprefix("torch."), str(self.device)
+            )
+        else:
+            self._check_room_for_weights(checkpoint)
+        self._model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
+        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
+        backend = choose_backend(args.attention_backend, setting)
+        max_num_seqs, max_num_batched_tokens = args.step_limits()
+        served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, max_num_seqs)
+        log.info("on %s: %s", self.device_name, serving.in_a_line(served))
+        in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
+        self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
+        """Numbers of decodes for which CUDA graphs are recorded."""
+        self._stage = "measuring what a step takes"
+        self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
+        available = self._available_bytes(args, max_num_seqs)
+        self.num_blocks = memory.num_blocks(args.cache_config(), config, self.dtype.itemsize, available)
+        max_model_len = min(max_model_len, self.num_blocks * args.block_size)
+        self._stage = "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
+        kv_cache = KVCache(config, self.num_blocks, args.block_size, self.dtype, self.device, self.num_host_blocks)
+        self._stage = "making the batch"
+        slots = SamplingSlots(max_num_seqs, config.vocab_size, self.device, self.logits_hooks, args.logits_hook)
+        batch = InputBatch(max_num_seqs, max_model_len, args.block_size, self.device, slots)
+        self.runner = ModelRunner(self._model, kv_cache, batch, backend)
+        self._stage = "timing a preemption"
+        if self.num_host_blocks and args.preemption_mode == "auto":
+            most = min(max_num_batched_tokens, max_model_len - 1)
+            self.preemption_costs = measure(self.runner, config, most, self.num_host_blocks)
+        self._stage = "recording CUDA graphs"
+        if self.graph_sizes:
+            self.runner.capture(self.graph_sizes)
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
         needed = self.weight_bytes
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_host_memory()
+        free = free_host_memory()
         if needed > free:
+            half = 2 * checkpoint.config.num_parameters
+            fits = f"dtype=bfloat16 takes {half / GIB:.1f} GiB and fits" if half <= free else "Use a smaller model"
             raise OutOfMemoryError(
                 f"{checkpoint.name} has {checkpoint.config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
-                f" in {str(self.dtype).removeprefix('torch.')}; {self.device} has {free / GIB:.1f} GiB free. Use a smaller "
-                "dtype or model, or another device",
+                f" in {str(self.dtype).removeprefix('torch.')}; {self.device} has {free / GIB:.1f} GiB free. "
+                f"{fits}, or use another device",
                 needed=needed,
                 free=free,
             )
@@ -158,33 +160,70 @@ class LocalExecutor:
                 self._reader.shutdown(wait=not in_worker)
             if in_worker:
                 return  # a step may be running; when it ends, nobody refers to the tensors
-        if self.runner.graphs is not None:
-            self.runner.graphs.release()
-        self.runner.kv_cache.release()
-        self.runner.model.release()
-        del self.runner
+        self._release()
+
+    def _release(self) -> None:
+        """Give back what has been made so far."""
+        runner: ModelRunner | None = self.__dict__.pop("runner", None)
+        if runner is not None:
+            if runner.graphs is not None:
+                runner.graphs.release()
+            runner.kv_cache.release()
+        model: LlamaForCausalLM | None = self.__dict__.pop("_model", None)
+        if model is not None:
+            model.release()
+        del runner, model
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
             memory.give_back_to_the_system()
 
-    def _available_bytes(self, args: EngineArgs, model: LlamaForCausalLM, max_num_seqs: int, num_tokens: int) -> int:
+    def _give_back_after(self, error: BaseException) -> None:
+        """Give back what a half-built engine holds, although the error's traceback will be kept: it loses its variables."""
+        one: BaseException | None = error
+        while one is not None:
+            traceback.clear_frames(one.__traceback__)
+            one = one.__cause__ or one.__context__
+        self._release()
+
+    def _what_to_do(self, args: EngineArgs) -> str:
+        """After an allocation failed and everything was given back: what was being made, and what to change."""
+        if self.memory is None:
+            return memory_advice.after_a_failure_on_a_cpu(
+                self._stage, free_host_memory(), self.num_blocks * self.block_bytes
+            )
+        free = torch.cuda.mem_get_info(self.device)[0]
+        fixed = [name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(args, name) is not None]
+        device = str(self.device)
+        return memory_advice.after_a_failure(self.memory, self._stage, device, free, self.num_blocks, *fixed[:1])
+
+    @property
+    def memory_parts(self) -> tuple[MemoryPart, ...]:
+        """A GPU's memory, part by part."""
+        return () if self.memory is None else self.memory.parts(self.num_blocks)
+
+    @property
+    def setting_changes(self) -> tuple[SettingChange, ...]:
+        """What other settings would make of the cache."""
+        return () if self.memory is None else self.memory.changes()
+
+    def _available_bytes(self, args: EngineArgs, max_num_seqs: int) -> int:
         """Bytes that the KV cache may take. On a GPU, the largest step is run once to see what it needs beside."""
-        cache = args.cache_config()
-        longest = args.max_model_len or model.config.context_limit()
-        enough = memory.enough_bytes(model.config, args.block_size, self.dtype.itemsize, max_num_seqs, longest)
-        if self.device.type == "cpu":
+        cache, model = args.cache_config(), self._model
+        if self.memory is None:
+            longest = args.max_model_len or model.config.context_limit()
+            enough = memory.enough_bytes(model.config, args.block_size, self.dtype.itemsize, max_num_seqs, longest)
             available = memory.cpu_cache_bytes(cache, free_host_memory())
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
-        if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+        self.memory = gpu_memory.with_weights(self.memory, self.device)
+        if not self.memory.measured:
             return 0  # the options say it all
-        beside = gpu_memory.step_bytes(args, model, self.dtype, self.device, max_num_seqs, num_tokens)
-        if self.graph_sizes:
-            beside += gpu_memory.graph_bytes(args, model, self.dtype, self.device, self.graph_sizes, longest)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        return min(memory.gpu_cache_bytes(cache, total, total - free, beside), enough)
+        self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, self.graph_sizes)
+        if self.num_host_blocks:
+            self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
+        memory_advice.check_room(self.memory, str(self.device), args.max_model_len)
+        return min(self.memory.left, self.memory.enough)
 
 
 def _launch(runner: ModelRunner, scheduler_output: SchedulerOutput) -> PendingOutput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 
 from refimpl.config import GIB, CacheConfig, ModelConfig
 from refimpl.errors import OutOfMemoryError
@@ -21,13 +22,13 @@ def cpu_cache_bytes(cache: CacheConfig, free_bytes: int) -> int:
     return min(4 * GIB, free_bytes // 4)
 
 
-def gpu_cache_bytes(cache: CacheConfig, total_bytes: int, used_bytes: int, activation_bytes: int) -> int:
-    """What is left of the allowed share of a GPU after everything that is there, and the largest step's activations."""
-    return int(total_bytes * cache.gpu_memory_utilization) - used_bytes - activation_bytes
-
-
 ENOUGH = 4
 """A cache that the memory alone would size stops at this many times the most tokens that can run at once."""
+
+
+def activation_bytes_per_token(model: ModelConfig, bytes_per_value: int) -> int:
+    """Of a step, by the tensors of its widest layer: the feed-forward one, with its residual and its norm. A first guess."""
+    return bytes_per_value * (4 * model.hidden_size + 3 * model.intermediate_size)
 
 
 def enough_bytes(model: ModelConfig, block_size: int, bytes_per_value: int, max_num_seqs: int, max_model_len: int) -> int:
@@ -38,6 +39,8 @@ def enough_bytes(model: ModelConfig, block_size: int, bytes_per_value: int, max_
 
 def num_blocks(cache: CacheConfig, model: ModelConfig, bytes_per_value: int, available_bytes: int) -> int:
     """Usable blocks of the KV cache. ``available_bytes`` counts unless the options fix the number or the bytes.
+
+    (What a GPU has left is judged before, with all sums: :mod:`refimpl.executor.memory_advice`.)
 
     Raises:
         OutOfMemoryError: not even one block and the null block fit.
@@ -51,12 +54,18 @@ def num_blocks(cache: CacheConfig, model: ModelConfig, bytes_per_value: int, ava
     if count < 1:
         raise OutOfMemoryError(
             f"{max(0, available):,} bytes are left for the KV cache; a block of {cache.block_size} tokens takes {each:,}, "
-            "and two are the least. Raise gpu_memory_utilization or cpu_kvcache_space, lower max_num_batched_tokens, "
-            "or use a smaller dtype or model",
+            f"and two are the least: set {_least(cache, 2 * each)}",
             available=available,
             block=each,
         )
     return count
+
+
+def _least(cache: CacheConfig, needed: int) -> str:
+    """The option that gives a cache its bytes, with a value that does."""
+    if cache.kv_cache_memory_bytes is not None:
+        return f"kv_cache_memory_bytes={needed}"
+    return f"cpu_kvcache_space={math.ceil(1e6 * needed / GIB) / 1e6:g}, in GiB, or use a smaller dtype or model"
 
 
 def give_back_to_the_system() -> None:

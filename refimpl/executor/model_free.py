@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.outputs import NO_TOKEN, Batch, ModelRunnerOutput, SchedulerOutput
 from refimpl.scheduler.preemption import PreemptionCosts
 
@@ -25,6 +26,8 @@ class ModelFreeExecutor:
     def __init__(self, num_blocks: int, vocab_size: int = 32_000, first_token: int = 1_000) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = self.weight_bytes = 0
+        self.memory_parts: tuple[MemoryPart, ...] = ()
+        self.setting_changes: tuple[SettingChange, ...] = ()
         self.device_name = "no model"
         self.logits_hooks = None
         self.num_host_blocks = 0

@@ -15,6 +15,7 @@ from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep
 from refimpl.executor.input_batch import InputBatch, StepInputs
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.readout import read_row
+from refimpl.kernels.transfer import to_device
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.row_extras import RowExtras
@@ -39,8 +40,11 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: list[int]) -> None:
         """Record CUDA graphs for decode steps of up to so many sequences each."""
-        step = DecodeStep(self.model, self.kv_cache, self.input_batch, self.backend, sizes[-1])
-        self.graphs = DecodeGraphs(step, sizes)
+        self.graphs = DecodeGraphs(self.decode_step(sizes[-1]), sizes)
+
+    def decode_step(self, most_rows: int) -> DecodeStep:
+        """A decode of up to so many sequences, to be recorded."""
+        return DecodeStep(self.model, self.kv_cache, self.input_batch, self.backend, most_rows)
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, draw its tokens, and wait for them."""
@@ -86,7 +90,7 @@ class ModelRunner:
         for row, failure in sampled.failures.items():
             _join(extras, inputs.drawing[row], failure=failure)
         if asked := list(inputs.logprobs):
-            rows = torch.tensor(asked, device=logits.device)
+            rows = to_device(torch.tensor(asked), logits.device)
             token_ids = sampled.token_ids[rows].clamp(min=0)  # a row that failed has none
             found = token_logprobs(logits[rows], token_ids, list(inputs.logprobs.values()))
             for row, logprobs in zip(asked, found, strict=True):

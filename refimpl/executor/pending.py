@@ -38,7 +38,7 @@ class PendingOutput:
             self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
             self._token_ids.copy_(token_ids, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(token_ids.device))
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the tokens."""

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from refimpl.layers.by_triton import by_triton
-from refimpl.layers.linear import Linear
+from refimpl.kernels.by_triton import by_triton
+from refimpl.layers.linear import Linear, one_token_by_triton
 
 
 class SwiGLU(nn.Module):
@@ -22,8 +22,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
         """The feed-forward output."""
-        down: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        down: Tensor = self.down_proj(self._gated(x))
         return down
+
+    def _gated(self, x: Float[Tensor, "T H"]) -> Float[Tensor, "T I"]:
+        if one_token_by_triton(x):
+            from refimpl.kernels.linear import gated_linear
+
+            return gated_linear(x, self.gate_up_proj.weight)
+        return silu_mul(self.gate_up_proj(x))
 
 
 def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:

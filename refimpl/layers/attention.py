@@ -35,8 +35,24 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "T H"]:
         """Attention of this step's tokens over all tokens of their own sequences up to themselves."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        query = self._turn_and_write(heads, rotation, layer_kv, attention)
+        projected: Tensor = self.o_proj(attention.attend(layer_kv, query).flatten(1))
+        return projected
+
+    def _turn_and_write(
+        self,
+        heads: Float[Tensor, "T heads D"],
+        rotation: Rotation | TableRotation,
+        layer_kv: LayerKV,
+        attention: AttentionStep,
+    ) -> Float[Tensor, "T Hq D"]:
+        """Turn queries and keys, and store keys and values; by one launch where the backend has one. Gives the queries."""
+        fused = getattr(attention, "turn_and_write", None)
+        if fused is not None and isinstance(rotation, TableRotation):
+            parts = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            query: Tensor = fused(layer_kv, *parts, rotation.positions, rotation.cos, rotation.sin)
+            return query
         turning, value = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         query, key = rotate(turning, rotation).split((self.num_heads, self.num_kv_heads), dim=1)
         attention.write(layer_kv, key, value)
-        projected: Tensor = self.o_proj(attention.attend(layer_kv, query).flatten(1))
-        return projected
+        return query

@@ -8,6 +8,8 @@ reaches it:
   rounded to bfloat16, as that of bfloat16 would be.
 - One token, without AVX-512, where oneDNN reaches half the bandwidth: in float32 ``Wᵀ`` where the output is the longer side
   (the product adds up whole rows of it), else ``W`` as it is (a sum over a whole row for each output).
+
+On a GPU a single token's product in 16 bits is a kernel's (:mod:`refimpl.kernels.linear`), all others are cuBLAS's.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from refimpl.kernels.by_triton import by_triton
 
 PACK_FOR_TOKENS = 8
 """The number of rows that the packed layout is chosen for; it serves any number."""
@@ -58,6 +62,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
         """``x Wᵀ``."""
+        if one_token_by_triton(x):
+            from refimpl.kernels import linear as kernel
+
+            return kernel.linear(x, self.weight)
         if self._packed is None:
             return F.linear(x, self.weight)
         if self._for_one_token is not None and len(x) == 1:
@@ -65,6 +73,11 @@ class Linear(nn.Module):
         wide = x.to(self._packed.dtype)
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(wide, self._packed, None, "none", [], "")
         return product.to(x.dtype)
+
+
+def one_token_by_triton(x: Float[Tensor, "T in_features"]) -> bool:
+    """Whether a product is one that refimpl's kernel makes faster than cuBLAS: of one token, in 16 bits."""
+    return len(x) == 1 and x.element_size() == 2 and by_triton(x)
 
 
 def _without_avx512() -> bool:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from refimpl.layers.by_triton import by_triton
+from refimpl.kernels.by_triton import by_triton
 
 
 class RMSNorm(nn.Module):

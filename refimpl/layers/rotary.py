@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from refimpl.kernels.by_triton import by_triton
 from refimpl.kernels.reference import at_least_float32
-from refimpl.layers.by_triton import by_triton
 from refimpl.rope_config import RopeConfig
 
 

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from refimpl.kernels.by_triton import by_triton
+from refimpl.kernels.transfer import to_device
 from refimpl.sampling.bad_words import forbid_last_tokens, tails
 from refimpl.sampling.hooks import HookError, call_hooks
 from refimpl.sampling.masks import add_bias, allow_only, forbid
@@ -77,7 +79,7 @@ def adjust(logits: Float[Tensor, "R V"], asked: Adjustments) -> tuple[Float[Tens
 
     Also, for each row whose hook failed, a sentence about it; its logits are of no use then.
     """
-    rows = torch.tensor(asked.rows, device=logits.device)
+    rows = to_device(torch.tensor(asked.rows), logits.device)
     chosen = logits[rows]
     if asked.allowed is not None:
         chosen = allow_only(chosen, asked.allowed.rows, asked.allowed.ids)
@@ -96,16 +98,15 @@ def adjust(logits: Float[Tensor, "R V"], asked: Adjustments) -> tuple[Float[Tens
 
 def _penalise(chosen: Float[Tensor, "A V"], asked: Adjustments, penalties: Penalties) -> Float[Tensor, "A V"]:
     rows = penalties.rows
-    penalised = apply_penalties(
-        chosen[rows],
-        asked.token_ids[rows],
-        asked.num_prompt_tokens[rows],
-        asked.num_tokens[rows],
-        penalties.presence,
-        penalties.frequency,
-        penalties.repetition,
-    )
-    return chosen.index_copy(0, rows, penalised)
+    texts = (asked.token_ids[rows], asked.num_prompt_tokens[rows], asked.num_tokens[rows])
+    numbers = (penalties.presence, penalties.frequency, penalties.repetition)
+    if by_triton(chosen):
+        from refimpl.kernels.penalties import penalise
+
+        # In place, since ``chosen`` is a copy already; counts are cleared for each step, so that none depends on another.
+        counts = torch.zeros(len(rows), chosen.shape[1], dtype=torch.int32, device=chosen.device)
+        return penalise(chosen, rows, *texts, *numbers, counts)
+    return chosen.index_copy(0, rows, apply_penalties(chosen[rows], *texts, *numbers))
 
 
 def _call_hooks(chosen: Float[Tensor, "A V"], asked: Adjustments) -> dict[int, str]:

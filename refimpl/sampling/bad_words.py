@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from refimpl.kernels.transfer import to_device
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 ANY = -1
@@ -54,7 +55,7 @@ class WordTable:
             return None
         longest = max(map(len, words)) - 1
         heads = [[ANY] * (longest - len(word) + 1) + list(word[:-1]) for word in words]
-        return cls(torch.tensor(heads, device=device), torch.tensor([word[-1] for word in words], device=device))
+        return cls(to_device(torch.tensor(heads), device), to_device(torch.tensor([word[-1] for word in words]), device))
 
     def widened(self, width: int) -> Int64[Tensor, "W K2"]:
         """The heads with ``ANY`` before them up to a width."""

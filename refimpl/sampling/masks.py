@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def allow_only(
 
 def forbid(logits: Float[Tensor, "R V"], rows: Int64[Tensor, "cells"], ids: Int64[Tensor, "cells"]) -> Float[Tensor, "R V"]:
     """Minus infinity for the tokens of the cells."""
-    return logits.index_put((rows, ids), torch.tensor(-math.inf, dtype=logits.dtype, device=logits.device))
+    return logits.index_put((rows, ids), logits.new_full((), -math.inf))
 
 
 def add_bias(

@@ -24,9 +24,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from refimpl.kernels.by_triton import by_triton
 from refimpl.kernels.philox import Purpose, uniform
 from refimpl.kernels.reference import at_least_float32
-from refimpl.layers.by_triton import by_triton
 from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT
 from refimpl.sampling.adjustments import Adjustments, adjust
 from refimpl.sampling.filters import HEAD, kept_by_head, min_p_filter
@@ -73,12 +73,14 @@ class Sampler:
 
     def __init__(self) -> None:
         self.num_rows_beyond_head = 0
-        """Rows for whose top-k or top-p more than ``HEAD`` ranks were looked at."""
+        """Rows for whose top-k or top-p more than ``HEAD`` ranks were looked at; the kernel has no head, and none are."""
         self.num_rows_sorted = 0
         """Rows whose whole vocabulary was sorted, because no head of it did."""
 
     def sample(self, logits: Float[Tensor, "R V"], rows: SamplingRows) -> Sampled:
         """One token a row. Greedy rows take the argmax, the lowest id where several tie; 16 bits are widened to float32."""
+        if rows.adjustments is None and by_triton(logits):
+            return Sampled(_by_kernel(logits, logits, rows))  # it reads 16 bits as they are
         raw = at_least_float32(logits)
         logits, failures = (raw, {}) if rows.adjustments is None else adjust(raw, rows.adjustments)
         if by_triton(raw):

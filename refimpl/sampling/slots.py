@@ -1,7 +1,7 @@
 """SamplingSlots: the sampling parameters of the running sequences by slot, and those of a step's rows.
 
-The few numbers that most requests set are tensors with one place a slot. All else is kept by slot only where it is asked
-for; the host knows which slots those are, so the others cost nothing.
+The few numbers that most requests set have one place a slot, on the host: a device sees those of the rows that draw, once
+for as long as the rows stay the same. All else is kept by slot only where it is asked for, so the others cost nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
+from refimpl.kernels.transfer import to_device
 from refimpl.outputs import Admission
 from refimpl.sampling.adjustments import Adjustments, Cells, Penalties, Words
 from refimpl.sampling.bad_words import WordTable
@@ -63,13 +64,9 @@ class SamplingSlots:
         self._hooks = {} if hooks is None else hooks
         self._engine_hook = engine_hook
         N = max_num_seqs
-        self.temperature = torch.zeros(N, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(N, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(N, dtype=torch.int64, device=device)
-        self.min_p = torch.zeros(N, dtype=torch.float32, device=device)
-        self.seed = torch.zeros(N, dtype=torch.int64, device=device)
-        self.path = torch.zeros(N, dtype=torch.int64, device=device)
-        # The host's copies: which rows need which work.
+        self._fractions = np.zeros((3, N), dtype=np.float32)  # temperature, top_p, min_p
+        self._integers = np.zeros((3, N), dtype=np.int64)  # top_k, seed, path
+        # Which rows need which work.
         self._random = np.zeros(N, dtype=bool)
         self._min_p_on = np.zeros(N, dtype=bool)
         self._ranked = np.zeros(N, dtype=bool)
@@ -81,29 +78,24 @@ class SamplingSlots:
     def admit(self, admission: Admission) -> None:
         """Take in the parameters of a sequence that takes a slot."""
         slot, numbers = admission.slot, admission.sampling
-        self.temperature[slot] = numbers.temperature
-        self.top_p[slot] = numbers.top_p
-        self.top_k[slot] = numbers.top_k
-        self.min_p[slot] = numbers.min_p
-        self.seed[slot] = admission.seed
-        self.path[slot] = admission.path
+        self._fractions[:, slot] = numbers.temperature, numbers.top_p, numbers.min_p
+        self._integers[:, slot] = numbers.top_k, admission.seed, admission.path
         keeps_some = 0 < numbers.top_k < self._vocab_size
         self._random[slot] = numbers.temperature >= GREEDY_BELOW
         self._ranked[slot] = numbers.top_p < 1 or keeps_some
         self._min_p_on[slot] = numbers.min_p > 0
         self._effective_top_k[slot] = numbers.top_k if keeps_some else 0
-        asked = self._asked_by(admission)
-        self._asks_until[slot] = np.iinfo(np.int64).max if asked.always else asked.may_end_at
-        if self._asks_until[slot]:
-            self._asked[slot] = asked
-        else:
-            self._asked.pop(slot, None)
+        self._asked.pop(slot, None)
+        self._asks_until[slot] = 0
+        if numbers.adjusted or self._engine_hook is not None:
+            asked = self._asked[slot] = self._asked_by(admission)
+            self._asks_until[slot] = np.iinfo(np.int64).max if asked.always else asked.may_end_at
 
     def _asked_by(self, admission: Admission) -> _Asked:
         numbers = admission.sampling
 
         def on_device(ids: tuple[int, ...]) -> Int64[Tensor, "cells"]:
-            return torch.tensor(ids, dtype=torch.int64, device=self.device)
+            return to_device(torch.tensor(ids, dtype=torch.int64), self.device)
 
         return _Asked(
             num_prompt_tokens=admission.num_prompt_tokens,
@@ -113,7 +105,7 @@ class SamplingSlots:
             endings=on_device(numbers.ending_ids),
             words=WordTable.of(list(numbers.bad_word_ids), self.device),
             bias_ids=on_device(tuple(token_id for token_id, _ in numbers.logit_bias)),
-            bias=torch.tensor([bias for _, bias in numbers.logit_bias], dtype=torch.float32, device=self.device),
+            bias=to_device(torch.tensor([bias for _, bias in numbers.logit_bias], dtype=torch.float32), self.device),
             penalties=_penalties(numbers),
             hooks=self._hooks_of(admission),
         )
@@ -127,13 +119,15 @@ class SamplingSlots:
     def rows(self, slots: np.ndarray, on_device: Int64[Tensor, "R"]) -> SamplingRows:
         """The parameters of rows that draw; they stay the same until a slot of theirs is given to another sequence."""
         random, ranked = self._random[slots], self._ranked[slots]
+        temperature, top_p, min_p = self._columns(self._fractions, slots)
+        top_k, seed, path = self._columns(self._integers, slots)
         return SamplingRows(
-            temperature=self.temperature[on_device],
-            top_p=self.top_p[on_device],
-            top_k=self.top_k[on_device],
-            min_p=self.min_p[on_device],
-            seed=self.seed[on_device],
-            path=self.path[on_device],
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            path=path,
             position=torch.zeros_like(on_device),
             whole=np.flatnonzero(random & ~ranked).tolist(),
             ranked=np.flatnonzero(random & ranked).tolist(),
@@ -193,15 +187,22 @@ class SamplingSlots:
         found = [(row, three) for row, three in enumerate(penalties) if three is not None]
         if not found:
             return None
-        columns = torch.tensor([three for _, three in found], dtype=torch.float32, device=self.device).unbind(-1)
+        columns = to_device(torch.tensor([three for _, three in found], dtype=torch.float32).T.contiguous(), self.device)
         return Penalties(self._tensor(np.array([row for row, _ in found])), *columns)
 
     def _row_numbers(self, parts: list[Tensor]) -> Int64[Tensor, "cells"]:
         """The number of the row that each element of the parts, laid end to end, is of."""
         return self._tensor(np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
 
+    def _columns(self, numbers: np.ndarray, slots: np.ndarray) -> list[Tensor]:
+        """Those of some slots, each row of ``numbers`` for itself."""
+        aligned = -(-len(slots) // 4) * 4  # 16 bytes: Triton compiles anew for a pointer that is less
+        columns = np.zeros((len(numbers), aligned), numbers.dtype)
+        columns[:, : len(slots)] = numbers[:, slots]
+        return [row[: len(slots)] for row in to_device(torch.from_numpy(columns), self.device)]
+
     def _tensor(self, array: np.ndarray) -> Int64[Tensor, "size"]:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(array.astype(np.int64, copy=False)), self.device)
 
 
 def _penalties(numbers: SamplingNumbers) -> tuple[float, float, float] | None:

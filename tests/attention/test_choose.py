@@ -13,6 +13,7 @@ from refimpl.attention import (
     choose_backend,
 )
 from refimpl.errors import ConfigError
+from refimpl.executor.serving import who_serves
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = ["Hello", "A longer prompt, of more than one block of the cache"]
@@ -32,8 +33,12 @@ class Own:
         return self.wrong(self.inner.begin_step(metadata)) if self.wrong else self.inner.begin_step(metadata)
 
 
+BLOCKS = 40
+"""Given, so that on a GPU no step is run beforehand to see what it needs."""
+
+
 def texts(**options):
-    with LLM("tiny", dtype="float64", **options) as llm:
+    with LLM("tiny", dtype="float64", num_gpu_blocks_override=BLOCKS, **options) as llm:
         return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
@@ -82,7 +87,7 @@ class Wrong:
 )
 def test_a_wrong_answer_ends_the_request_with_a_sentence_and_the_engine_goes_on(wrong, said, caplog):
     own = Own(wrong)
-    with LLM("tiny", dtype="float64", attention_backend=own) as llm:
+    with LLM("tiny", dtype="float64", num_gpu_blocks_override=BLOCKS, attention_backend=own) as llm:
         [failed] = llm.generate("Hello", GREEDY, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
         assert f"attention backend 'own': {said}" in failed.outputs[0].stop_reason
@@ -165,5 +170,75 @@ def test_triton_on_a_cpu_wants_the_interpreter(monkeypatch):
 def test_the_choice_is_told_once(caplog):
     with caplog.at_level("INFO", logger="refimpl"), LLM("tiny", device="cpu"):
         pass
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("attention:")]
-    assert told == ["attention: torch (on a CPU torch's operations are the fastest)"]
+    told = [record.getMessage() for record in caplog.records if "attention" in record.getMessage()]
+    why = "on a CPU torch's operations are the fastest"
+    [line] = told
+    assert line.split(": ", 1)[1] == (
+        f"decode attention, prefill attention: torch, on gathered pages ({why}); norms, rotary embedding, SwiGLU, sampling: "
+        f"torch ({why}); steps of decodes: kernel by kernel, no CUDA graphs (the device is a CPU)"
+    )
+
+
+def served(backend, setting, enforce_eager=False):
+    return {one.operation: one[1:] for one in who_serves(backend, setting, enforce_eager, 256)}
+
+
+def test_every_operation_is_told_with_who_serves_it_on_a_gpu(gpu):
+    found = served("auto", gpu(90))
+    assert found == {
+        "decode attention": ("kernel paged_attention", "sm_90"),
+        "prefill attention": ("kernel flash_attention", "sm_90"),
+        "norms, rotary embedding, SwiGLU": ("Triton kernels", "sm_90"),
+        "sampling": ("Triton kernels", "sm_90"),
+        "steps of decodes": (
+            "35 CUDA graphs, for up to 256 sequences", "a step of decodes needs nothing from the host",
+        ),
+    }  # fmt: skip
+    assert served("auto", gpu(90), enforce_eager=True)["steps of decodes"][1] == "enforce_eager=True"
+
+
+def test_on_a_t4_prefills_are_torchs_and_decodes_are_not(gpu):
+    found = served("auto", gpu(75, torch.float16))
+    why = "sm_75: Triton has products on tensor cores from sm_80 on"
+    assert found["decode attention"] == ("kernel paged_attention", f"{why}; by vector arithmetic")
+    assert found["prefill attention"] == ("torch, on gathered pages", why)
+    assert found["sampling"] == ("Triton kernels", "sm_75")
+    assert found["steps of decodes"][0].startswith("35 CUDA graphs")
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "attention", "rest"),
+    [
+        (90, {"dtype": torch.float64}, "not in float64", "not in float64"),
+        (90, {"dtype": torch.float32}, "float32 finds no room", "sm_90"),
+        (90, {"head_dim": 320}, "head_dim is 320", "sm_90"),
+        (90, {"block_size": 24}, "block_size is 24", "sm_90"),
+        (70, {"dtype": torch.float16}, "this is sm_70", "this is sm_70"),
+    ],
+)
+def test_what_stays_with_torch_is_told_with_the_reason(gpu, capability, options, attention, rest):
+    found = served("auto", gpu(capability, **options))
+    assert found["decode attention"][0] == found["prefill attention"][0] == "torch, on gathered pages"
+    assert attention in found["decode attention"][1]
+    assert rest in found["sampling"][1]
+    assert (found["sampling"][0] == "torch") == (rest != "sm_90")
+    assert found["steps of decodes"] == (
+        "kernel by kernel, no CUDA graphs", "the attention backend torch plans each step on the host",
+    )  # fmt: skip
+
+
+def test_without_triton_all_stays_with_torch(gpu, monkeypatch):
+    setting = gpu(90)
+    for module in ("importlib.util", "refimpl.kernels.by_triton"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    assert {why for _, why in list(served("auto", setting).values())[:4]} == {
+        "triton is not installed (torch's CUDA builds bring it)"
+    }
+
+
+def test_a_backend_of_ones_own_is_named_and_may_be_recorded(gpu):
+    own = Own()
+    assert served(own, gpu(90))["decode attention"] == ("own", "an object of your own")
+    assert served(own, gpu(90))["steps of decodes"][0] == "kernel by kernel, no CUDA graphs"
+    own.decodes_on_device = True
+    assert served(own, gpu(90))["steps of decodes"][0].startswith("35 CUDA graphs")

@@ -1,5 +1,6 @@
 """What the published FlashAttention kernels are asked: fakes record the arguments and answer by the definition."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -9,7 +10,7 @@ from asserts import assert_close
 from attention_case import Case
 
 from refimpl.attention import Setting, choose_backend
-from refimpl.attention.flash import INTERFACES, FlashAttention
+from refimpl.attention.flash import INTERFACES, FlashAttention, find
 from refimpl.errors import ConfigError
 from refimpl.kernels import reference
 
@@ -102,7 +103,7 @@ def test_flash_attention_3_as_vllm_ships_it(installed):
 
 def test_flash_attention_4_gives_the_log_sums_too(installed):
     library = installed("flash_attn.cute", pair=True)
-    attend(MIXED, B200, 128)
+    attend(MIXED, B200, 32)
     [(function, arguments)] = library.calls
     assert function == "flash_attn_varlen_func"
     assert set(arguments) == {"cu_seqlens_q", "seqused_k", "page_table", "softmax_scale", "causal"}
@@ -129,7 +130,7 @@ def test_flash_attention_2_splits_even_steps_and_takes_the_rest_packed(installed
 
 def test_the_first_that_runs_on_the_device_is_taken(installed):
     third, second = installed("flash_attn_interface"), installed("flash_attn")
-    attend(MIXED, H100, 256)
+    attend(MIXED, H100, 16)
     attend(MIXED, B200, 256)  # not the third: it has no code for Blackwell
     assert (len(third.calls), len(second.calls)) == (1, 1)
 
@@ -146,7 +147,16 @@ def test_a_module_of_the_name_without_the_functions_is_passed_over(installed):
         (None, H100, 64, torch.float16, 16, "no FlashAttention is installed; pip install flash-attn .*, or use"),
         ("flash_attn", T4, 64, torch.float16, 256, "FlashAttention-2 cannot run on sm_75"),
         ("flash_attn", A100, 64, torch.float16, 16, "multiples of 256 slots; block_size is 16: use block_size=256"),
-        ("flash_attn_interface", H100, 64, torch.float16, 24, "multiples of 16 slots; block_size is 24: use block_size=16"),
+        (
+            "flash_attn_interface",
+            H100,
+            64,
+            torch.float16,
+            24,
+            "multiples of 16 slots up to 32; block_size is 24: use block_size=16",
+        ),
+        ("flash_attn_interface", H100, 64, torch.float16, 128, "16 slots up to 32; block_size is 128: use block_size=16"),
+        ("flash_attn.cute", B200, 64, torch.float16, 128, "16 slots up to 32; block_size is 128: use block_size=16"),
         (
             "flash_attn_interface",
             H100,
@@ -168,3 +178,28 @@ def test_what_cannot_be_served_is_told_at_construction(installed, module, capabi
 def test_a_cpu_is_told_to_use_torch():
     with pytest.raises(ConfigError, match="'flash_attn', which needs a GPU; the device is a CPU: use 'torch'"):
         choose_backend("flash_attn", Setting(64))
+
+
+def installed_here():
+    """Whether one of the published kernels runs on this machine's GPU."""
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    try:
+        return bool(find(10 * major + minor))
+    except ConfigError:
+        return False
+
+
+@pytest.mark.skipif(not installed_here(), reason="needs a GPU and a published FlashAttention")
+@pytest.mark.parametrize("lens", [[(1, 1), (1, 15), (1, 700)], [(4, 20), (4, 300)], [*MIXED, (200, 777)]])
+@pytest.mark.parametrize(("Hq", "Hkv"), [(8, 2), (9, 3), (8, 1)])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_the_published_kernel_is_the_definition_and_reads_nothing_stale(lens, Hq, Hkv, head_dim):
+    major, minor = torch.cuda.get_device_capability()
+    for block_size in (16, 32, 256):
+        try:
+            backend = FlashAttention(head_dim, torch.bfloat16, block_size, 10 * major + minor)
+        except ConfigError:
+            continue
+        Case(lens, Hq, Hkv, head_dim, block_size, torch.bfloat16, filling=math.nan, device="cuda").check(backend)

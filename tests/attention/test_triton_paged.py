@@ -10,8 +10,12 @@ from attention_case import Case
 pytest.importorskip("triton")
 
 from refimpl import LLM, SamplingParams
+from refimpl.attention.checked import CheckedBackend
 from refimpl.attention.triton_paged import TritonPagedAttention
 from refimpl.kernels.attention_tiles import Target
+from refimpl.layers.attention import Attention
+from refimpl.layers.rotary import RotaryEmbedding, TableRotation
+from refimpl.models.tiny import tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIXED = [(1, 20), (18, 30), (2, 2)]
@@ -68,6 +72,27 @@ def test_output_and_query_may_have_odd_strides():
     fused[:, 3:35] = again.query.flatten(1)
     again.query = fused[:, 3:35].unflatten(1, (2, 16))
     assert_same(again.run(backend()), plain)
+
+
+def test_turning_and_writing_by_one_launch_is_the_same_as_by_two():
+    """A backend of the user's has no such launch: it gets keys that are turned, and writes them itself."""
+    config = tiny(num_attention_heads=2, num_key_value_heads=1, head_dim=16).config
+    layer = Attention(config, torch.float32, DEVICE)
+    for weight in (layer.qkv_proj.weight, layer.o_proj.weight):
+        weight.data.normal_(0, 0.1)
+    embedding = RotaryEmbedding(config.rope, 16, 64, torch.float32, DEVICE)
+    outcomes = []
+    for made in (backend(), CheckedBackend(backend())):
+        case = Case(MIXED, 2, 1, 16, 8, torch.float32, device=DEVICE)
+        positions = [position for n, context in MIXED for position in range(context - n, context)]
+        rotation = TableRotation(torch.tensor(positions, device=DEVICE), embedding.cos, embedding.sin)
+        x = torch.randn(len(positions), config.hidden_size, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        step = made.begin_step(case.metadata)
+        assert hasattr(step, "turn_and_write") is not isinstance(made, CheckedBackend)
+        output = layer(x, rotation, case.cache, step)
+        outcomes.append((output, case.cache.k.nan_to_num(nan=9.0), case.cache.v.nan_to_num(nan=9.0)))
+    for fused, apart in zip(*outcomes, strict=True):
+        assert_same(fused, apart)
 
 
 def test_the_engine_draws_the_same_tokens_as_on_torch():

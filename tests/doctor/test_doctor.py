@@ -1,5 +1,6 @@
 """refimpl doctor: what it finds, what it makes of what is missing, and when it fails."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -181,6 +182,22 @@ def test_the_attention_backend_comes_with_its_reason():
     own = SimpleNamespace(name="mine", begin_step=print)
     choices, _, _ = machine.check_choices(EngineArgs(model="tiny", attention_backend=own))
     assert by_name(choices)["attention"] == Finding("choices", "attention", "mine", advice="an object of your own")
+
+
+def test_who_serves_what_is_told_with_its_reason(monkeypatch):
+    choices, _, _ = machine.check_choices(EngineArgs(model="tiny", device="cpu"))
+    found = by_name(choices)
+    for operation in ("decode attention", "prefill attention", "norms, rotary embedding, SwiGLU", "sampling"):
+        assert found[operation].value.startswith("torch")
+        assert found[operation].advice == "on a CPU torch's operations are the fastest"
+    assert found["steps of decodes"].advice == "the device is a CPU"
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    args = EngineArgs(model="tiny")
+    assert models._attention(args, tiny().config, device, dtype) == []
+    [wide] = models._attention(args, dataclasses.replace(tiny().config, head_dim=320), device, dtype)
+    assert (wide.value, wide.status) == ("torch", "note")
+    assert "head_dim is 320" in wide.advice
 
 
 def test_more_threads_than_cores_are_a_warning(monkeypatch):

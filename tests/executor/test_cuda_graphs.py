@@ -2,6 +2,8 @@
 
 import bisect
 import gc
+import os
+import weakref
 
 import pytest
 import torch
@@ -22,7 +24,8 @@ def test_sizes_reach_the_most_sequences_and_no_further():
     assert graph_sizes(3) == [1, 2, 4]
     assert graph_sizes(4) == [1, 2, 4]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 24]
-    assert graph_sizes(256) == graph_sizes(1000) == [1, 2, 4, *range(8, 257, 8)]
+    assert graph_sizes(256) == [1, 2, 4, *range(8, 257, 8)]
+    assert graph_sizes(500) == graph_sizes(1000) == [*graph_sizes(256), *range(272, 513, 16)]
 
 
 def test_padding_is_under_eight_in_a_hundred_rows():
@@ -35,6 +38,7 @@ class Unrecorded(DecodeGraphs):
     """Computes what would be recorded, anew each time."""
 
     def __init__(self, step, sizes):
+        self._process = os.getpid()
         self._step = step
         self.sizes = sizes
         self.replayed = []
@@ -81,6 +85,37 @@ def test_empty_rows_write_nothing_and_read_nothing():
             layer.v.fill_(torch.nan)
         step.forward(4)
         assert all(bool(layer.k.isnan().all() and layer.v.isnan().all()) for layer in runner.kv_cache.layers)
+
+
+def test_a_cache_that_is_nan_from_the_start_gives_the_same_tokens():
+    """Chunks, decodes, shared blocks and, on a GPU, padded rows of graphs: nothing that nobody wrote is read."""
+    options = {"device": "cuda", "dtype": "bfloat16"} if ON_GPU else {"device": "cpu", "dtype": "float32"}
+    options |= {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16}
+    found = []
+    for filling in (0.0, torch.nan):
+        with LLM("tiny", **options) as llm, torch.inference_mode():
+            runner = llm.engine._executor.runner
+            assert (runner.graphs is not None) == ON_GPU
+            for layer in runner.kv_cache.layers:
+                layer.k.fill_(filling)
+                layer.v.fill_(filling)
+            asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=2)
+            outputs = llm.generate([*PROMPTS, [9] * 40], asked, use_tqdm=False)
+            found.append([sample.token_ids for output in outputs for sample in output.outputs])
+    assert all(len(tokens) == 20 for tokens in found[0])
+    assert found[0] == found[1]
+
+
+def test_graphs_are_left_to_their_process_by_a_child_that_was_forked_off():
+    class Recording:
+        """Its end is torch's to warn of."""
+
+    graphs, recording = Unrecorded(None, [1]), Recording()
+    kept = weakref.ref(recording)
+    graphs._graphs = {1: (recording, None)}
+    graphs._process += 1
+    del graphs, recording
+    assert kept() is not None
 
 
 @needs_gpu

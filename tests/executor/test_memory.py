@@ -45,6 +45,10 @@ def test_the_null_block_is_one_more_than_the_count():
     with pytest.raises(OutOfMemoryError, match="two are the least") as caught:
         memory.num_blocks(cache(), LLAMA_70B, 2, available_bytes=5 * 2**20 * 2 - 1)
     assert caught.value.numbers["block"] == 5 * 2**20
+    assert "set cpu_kvcache_space=0.009766, in GiB" in str(caught.value)
+    assert memory.num_blocks(cache(), LLAMA_70B, 2, int(0.009766 * GIB)) == 1, "the value that it names does"
+    with pytest.raises(OutOfMemoryError, match="set kv_cache_memory_bytes=10485760"):
+        memory.num_blocks(cache(kv_cache_memory_bytes=100), LLAMA_70B, 2, 0)
 
 
 def test_options_come_before_what_is_available():
@@ -56,11 +60,6 @@ def test_a_cpus_share():
     assert memory.cpu_cache_bytes(cache(), 100 * GIB) == 4 * GIB
     assert memory.cpu_cache_bytes(cache(), 8 * GIB) == 2 * GIB
     assert memory.cpu_cache_bytes(cache(cpu_kvcache_space=1.5), 8 * GIB) == 1.5 * GIB
-
-
-def test_a_gpus_share_is_what_is_left_of_it():
-    left = memory.gpu_cache_bytes(cache(), total_bytes=100 * GIB, used_bytes=40 * GIB, activation_bytes=5 * GIB)
-    assert left == 45 * GIB
 
 
 def test_enough_is_four_times_all_slots_at_their_longest():

@@ -20,7 +20,8 @@ from refimpl.kernels.aot import compile_every, compile_kernel
 
 def tell(done, **more):
     names = ("kernel", "label", "target", "registers", "shared", "local", "spilled")
-    print(json.dumps({name: getattr(done, name) for name in names} | more))
+    uses = [word for word in ("wgmma", "cp.async.cg", "cp.async.bulk") if word in done.ptx]
+    print(json.dumps({name: getattr(done, name) for name in names} | {"uses": uses} | more))
 
 for done in compile_every(spec.every()):
     tell(done, ones=False)
@@ -55,6 +56,14 @@ def test_every_kernel_compiles_for_every_target_and_spills_nothing(compiled):
         for target in registry.TARGETS:
             assert ((one.name, target) in reached) is (target not in one.not_on), f"{one.name} on sm_{target}"
         assert all(why for why in one.not_on.values())
+
+
+def test_prefill_on_hopper_has_asynchronous_products_and_copies_and_no_bulk_copy(compiled):
+    """Notebook 05 says so, beside what FlashAttention-3 does."""
+    served = [facts for facts in compiled if not facts["ones"]]
+    found = [facts["uses"] for facts in served if (facts["kernel"], facts["target"]) == ("flash_attention", 90)]
+    assert found
+    assert all(uses == ["wgmma", "cp.async.cg"] for uses in found)
 
 
 def test_kernels_compile_where_an_integer_is_one(compiled):

@@ -11,9 +11,9 @@ from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_numbers import SamplingNumbers
 
 
-def slots_of(sequences, V, **options):
+def slots_of(sequences, V, device="cpu", **options):
     """One slot for each (prompt, output, what it asks for)."""
-    slots = SamplingSlots(len(sequences), V, torch.device("cpu"), **options)
+    slots = SamplingSlots(len(sequences), V, torch.device(device), **options)
     for slot, (prompt, output, asked) in enumerate(sequences):
         slots.admit(
             Admission(slot, slot, (*prompt, *output), len(prompt), 0, seed=0, path=slot, sampling=SamplingNumbers(**asked))
@@ -21,7 +21,7 @@ def slots_of(sequences, V, **options):
     return slots
 
 
-def rows_of(sequences, V, **options):
+def rows_of(sequences, V, device="cpu", **options):
     """The sampling rows of the sequences, all in one step; behind each one's tokens lies rubbish."""
     tokens = [[*prompt, *output] for prompt, output, _ in sequences]
     L = max(map(len, tokens)) + 3
@@ -29,8 +29,9 @@ def rows_of(sequences, V, **options):
     for row, ids in enumerate(tokens):
         token_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
     slots, lengths = np.arange(len(tokens)), np.array([len(ids) for ids in tokens])
-    sampling = slots_of(sequences, V, **options)
-    return sampling.at(sampling.rows(slots, torch.arange(len(tokens))), slots, lengths, token_ids)
+    sampling = slots_of(sequences, V, device, **options)
+    rows = sampling.rows(slots, torch.arange(len(tokens), device=device))
+    return sampling.at(rows, slots, lengths, token_ids.to(device))
 
 
 def adjusted(logits, sequences, **options):

@@ -36,11 +36,11 @@ def processors():
     return logits_process
 
 
-def theirs(processor, logits):
-    """transformers takes a batch of equal lengths: one row at a time here."""
+def theirs(processor, logits, before=()):
+    """transformers takes a batch of equal lengths: one row at a time here, behind tokens that mean nothing."""
     return torch.cat(
         [
-            processor(torch.tensor([[*prompt, *output]]), logits[i : i + 1].clone())
+            processor(torch.tensor([[*before, *prompt, *output]]), logits[i : i + 1].clone())
             for i, (prompt, output) in enumerate(TEXTS)
         ]
     )
@@ -97,7 +97,10 @@ def test_bad_words_are_transformers(processors):
         words |= {(*text[-n:], last) for n in (1, 2, 3) if len(text) >= n for last in (1, 2 + n)}
     words = sorted(words)
     got, _ = adjusted(logits, sequences(bad_word_ids=tuple(words)))
-    expected = theirs(processors.NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=None), logits)
+    # Behind tokens that are in no word: up to 5.17 transformers passes over words that are longer than the text.
+    before = [next(i for i in range(V) if not any(i in word for word in words))] * 3
+    processor = processors.NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=None)
+    expected = theirs(processor, logits, before)
     # transformers adds a bias of -inf; only where it lies counts.
     assert (got == -INF).tolist() == (expected == -INF).tolist()
     assert_same(got.masked_fill(got == -INF, 0), logits.masked_fill(got == -INF, 0))
@@ -199,3 +202,18 @@ def test_two_words_that_end_alike_do_not_undo_each_other():
 def test_a_word_longer_than_the_text_is_not_written_yet():
     got, _ = adjusted(random_logits(1), [([3], [], {"bad_word_ids": ((0, 0, 3, 9), (3, 8))})])
     assert [(got[0, i] == -INF).item() for i in (9, 8)] == [False, True]
+
+
+def test_a_kernel_penalises_the_same(monkeypatch):
+    """By the interpreter where there is no GPU; rows that ask for nothing, or for something else, are left alone."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    penalties = {"presence_penalty": 0.75, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
+    asked = [penalties, {"logit_bias": ((3, 2.0),)}, {}, penalties | {"bad_word_ids": ((7,),)}, {"presence_penalty": 1.0}]
+    several = [(prompt, output, wish) for (prompt, output), wish in zip(TEXTS, asked, strict=True)]
+    logits = random_logits(len(TEXTS))
+    expected, _ = adjusted(logits, several)
+    monkeypatch.setattr("refimpl.sampling.adjustments.by_triton", lambda x: True)
+    got, _ = adjusted(logits.to(device), several, device=device)
+    assert_same(got.cpu(), expected)
+    assert_same(logits, random_logits(len(TEXTS)), "the argument is not changed")

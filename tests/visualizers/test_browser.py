@@ -335,3 +335,38 @@ def test_a_closed_engine_shows_its_last_picture_and_says_so_on_a_step(notebook):
     assert widget.position == 7
     widget.click("Step back")
     widget.at(6)
+
+
+ATTENTION = """
+import torch
+from refimpl.attention.tiles import decode_walks, trace_attention
+from refimpl.visualizers import AttentionView
+query, keys, values = torch.randn(1, 4, 4), torch.randn(12, 4, 4), torch.randn(12, 4, 4)
+AttentionView(trace_attention(query, keys, values, range(1, 12), 44, 0.5, decode_walks(1, 4, 44, 3, 16, 8)))
+"""
+
+
+def test_an_attention_is_stepped_tile_by_tile_in_the_colours_of_the_page(notebook):
+    widget = notebook.show(ATTENTION)
+    widget.at(6)
+    widget.says("The merge weighs 3 averages")
+    widget.root.locator("input[type=range]").focus()
+    notebook.page.keyboard.press("Home")
+    widget.at(0)
+    assert "Walk A takes in keys 0 to 7, from blocks 1, 2" in widget.why
+    widget.click("Step forward")
+    widget.at(1)
+    square = widget.root.locator("figure svg rect[stroke='var(--signal)']")
+    for theme, palette in (("light", LIGHT), ("dark", DARK)):
+        widget.has("data-theme", theme)
+        colour = square.evaluate("rect => getComputedStyle(rect).stroke")
+        assert colour == "rgb({}, {}, {})".format(*bytes.fromhex(palette["signal"][1:])), theme
+        photograph(widget.root, f"attention-{theme}")
+        widget.click("Light or dark")
+    caption = widget.root.locator("figcaption").inner_text()
+    assert widget.root.locator("figure [role=img]").get_attribute("aria-label") == caption
+    assert widget.root.locator("button[aria-label='Next preemption']").is_hidden()
+    notebook.page.keyboard.press("4")
+    widget.click("Play")
+    widget.at(6)
+    widget.root.locator("button[aria-label=Play]").wait_for()

@@ -47,12 +47,12 @@ function mountTransport(root, act, toggleTheme) {
   const live = button("Follow the engine", "Follow the newest step (End)", "live", { type: "live" });
   const hold = button("Hold the engine", "Hold the engine between two steps, or let it go (h)", "hold", () => act({ type: "hold", hold: !state.held }));
   const speed = button("Speed", "Speed (1 to 4)", "", () => act({ type: "speed", speed: SPEEDS[(SPEEDS.indexOf(state.speed) + 1) % 4] }));
+  const preemption = button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> <span>next<span class="more"> preemption</span></span> <kbd>p</kbd>', { type: "next_preemption" });
   const bar = h("div", { class: "bar", role: "toolbar", "aria-label": "Transport" },
     h("div", { class: "row" },
       button("Step back", "Step back (←)", icon("back"), { type: "step", delta: -1 }), play,
       button("Step forward", "Step forward; at the end, let the engine take a step (→)", icon("forward"), { type: "step", delta: 1 }),
-      now, scrub, live, hold, speed,
-      button("Next preemption", "Next preemption (p)", '<span class="signal">▼</span> <span>next<span class="more"> preemption</span></span> <kbd>p</kbd>', { type: "next_preemption" }),
+      now, scrub, live, hold, speed, preemption,
       button("Light or dark", "Light or dark (t)", icon("theme"), toggleTheme)), why);
   root.append(bar);
   let state = { position: -1, first: 0, count: 0, playing: false, speed: 8, held: false }, marks = [], note = null;
@@ -83,14 +83,16 @@ function mountTransport(root, act, toggleTheme) {
       redrawTicks = () => drawTicks(P);
       if (marks.length && marks[0][0] < state.first) marks = marks.filter(([position]) => position >= state.first);
       const gone = transport.gone ? `, the first ${fmt(transport.gone)} not kept` : "";
-      const where = transport.step === null ? "No step yet" : `Step ${fmt(transport.step)}`;
-      setHtml(now, `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}, ${transport.clock.toFixed(3)} s${gone}</span>`);
+      const where = transport.step === null ? "No step yet" : `${transport.noun ?? "Step"} ${fmt(transport.step)}`;
+      const clock = transport.clock === null ? "" : `, ${transport.clock.toFixed(3)} s`;
+      setHtml(now, `<b>${where}</b> <span>of ${fmt(Math.max(0, transport.count - 1))}${clock}${gone}</span>`);
       const reasons = "<em>Why?</em>" + transport.why.map(reason).join(". ").replace(/\.\.$/, ".");
       setHtml(why, note === null ? reasons : `<em>Note</em>${escapeHtml(note)}`);
       why.setAttribute("aria-live", transport.playing || (transport.live && transport.drivable) ? "off" : "polite");
       setHtml(play, icon(transport.playing ? "pause" : "play"));
       play.setAttribute("aria-label", transport.playing ? "Pause" : "Play");
       live.hidden = hold.hidden = !transport.engine;
+      preemption.hidden = transport.noun !== undefined; // a log has steps; what has others has no preemptions
       live.classList.toggle("on", transport.live); hold.classList.toggle("on", transport.held);
       setHtml(hold, transport.held ? "held" : "hold");
       setHtml(speed, `${transport.speed} steps/s`);

@@ -1,0 +1,85 @@
+"""Which kernel serves what on a device, and why: the engine's own choices, told before or after they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from refimpl.attention import LEAST_FOR_PREFILL, Setting, backend_choice
+from refimpl.executor.cuda_graphs import graph_sizes
+from refimpl.kernels.by_triton import obstacle
+
+
+class Served(NamedTuple):
+    """Who computes an operation, and why."""
+
+    operation: str
+    by: str
+    why: str
+
+
+def who_serves(attention_backend: Any, setting: Setting, enforce_eager: bool, max_num_seqs: int) -> list[Served]:
+    """Every operation that has more than one way to be computed."""
+    rest = obstacle(setting.device, setting.dtype)
+    by, why = ("torch", rest) if rest else ("Triton kernels", f"sm_{setting.capability}")
+    return [
+        *_attention(attention_backend, setting),
+        Served("norms, rotary embedding, SwiGLU", by, why),
+        Served("sampling", by, why),
+        _graphs(attention_backend, setting, enforce_eager, max_num_seqs),
+    ]
+
+
+def in_a_line(served: Sequence[Served]) -> str:
+    """All of it for a log: operations that are served alike are named together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for operation, by, why in served:
+        groups.setdefault((by, why), []).append(operation)
+    return "; ".join(f"{', '.join(operations)}: {by} ({why})" for (by, why), operations in groups.items())
+
+
+def graphs_choice(attention_backend: Any, setting: Setting, enforce_eager: bool) -> tuple[bool, str]:
+    """Whether steps of decodes are recorded as CUDA graphs, and why."""
+    if setting.device.type != "cuda":
+        return False, "the device is a CPU"
+    if enforce_eager:
+        return False, "enforce_eager=True"
+    name = backend_choice(attention_backend, setting).name
+    on_device = (
+        name == "triton" if isinstance(attention_backend, str) else getattr(attention_backend, "decodes_on_device", False)
+    )
+    if not on_device:
+        return False, f"the attention backend {name} plans each step on the host"
+    return True, "a step of decodes needs nothing from the host"
+
+
+def _attention(attention_backend: Any, setting: Setting) -> list[Served]:
+    name, why = backend_choice(attention_backend, setting)
+    if name != "triton" or not isinstance(attention_backend, str):
+        kind = "torch, on gathered pages" if name == "torch" else name
+        return [Served("decode attention", kind, why), Served("prefill attention", kind, why)]
+    if setting.device.type != "cuda":
+        interpreted = "interpreted: the device is a CPU"
+        return [
+            Served("decode attention", "kernel paged_attention", interpreted),
+            Served("prefill attention", "kernel flash_attention", interpreted),
+        ]
+    capability = f"sm_{setting.capability}"
+    if setting.capability >= LEAST_FOR_PREFILL:
+        return [
+            Served("decode attention", "kernel paged_attention", capability),
+            Served("prefill attention", "kernel flash_attention", capability),
+        ]
+    lacking = f"{capability}: Triton has products on tensor cores from sm_{LEAST_FOR_PREFILL} on"
+    return [
+        Served("decode attention", "kernel paged_attention", f"{lacking}; by vector arithmetic"),
+        Served("prefill attention", "torch, on gathered pages", lacking),
+    ]
+
+
+def _graphs(attention_backend: Any, setting: Setting, enforce_eager: bool, max_num_seqs: int) -> Served:
+    wanted, why = graphs_choice(attention_backend, setting, enforce_eager)
+    if not wanted:
+        return Served("steps of decodes", "kernel by kernel, no CUDA graphs", why)
+    sizes = graph_sizes(max_num_seqs)
+    return Served("steps of decodes", f"{len(sizes)} CUDA graphs, for up to {sizes[-1]} sequences", why)
