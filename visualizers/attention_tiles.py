@@ -73,6 +73,11 @@ def num_positions(trace: AttentionTrace) -> int:
     return len(trace.tiles) + (trace.merge is not None)
 
 
+def num_columns(trace: AttentionTrace) -> int:
+    """Keys that are drawn: up to the end of the last tile."""
+    return max(_end(walk) for walk in trace.walks)
+
+
 def row_name(trace: AttentionTrace, row: int) -> str:
     """``query 3``, ``head 2``, or both where there are several of both."""
     query, head = divmod(row, trace.group)
@@ -87,7 +92,7 @@ def _named(trace: AttentionTrace) -> list[tuple[int, Walk]]:
 
 
 def _walk_at(walks: list[list[int]], row: int, key: int) -> int:
-    """The walk that computes a score, or the first one of that row."""
+    """The walk that computes a score, or the last one of that row."""
     own = [i for i, walk in enumerate(walks) if walk[0] <= row < walk[1]]
     return next((i for i in own if walks[i][2] <= key < walks[i][3]), own[-1])
 
@@ -97,7 +102,7 @@ def _walk_at(walks: list[list[int]], row: int, key: int) -> int:
 
 def _grid(trace: AttentionTrace, taken: tuple[TileRecord, ...], merged: bool) -> list[list[int]]:
     """A cell a score: its weight in percent of the row's largest so far, or what else became of it."""
-    columns = max(_end(walk) for walk in trace.walks)
+    columns = num_columns(trace)
     grid = [[SKIPPED] * columns for _ in range(trace.num_rows)]
     for walk in trace.walks:
         for row in range(walk.first_row, walk.end_row):

@@ -10,15 +10,15 @@ import traitlets
 
 from refimpl.errors import RefimplError
 from refimpl.tile_records import AttentionTrace
-from refimpl.visualizers.attention_tiles import AttentionTiles, num_positions
+from refimpl.visualizers.attention_tiles import AttentionTiles, num_columns, num_positions
 from refimpl.visualizers.figure import count, plain
 from refimpl.visualizers.page import script, static_text, style
 from refimpl.visualizers.palette import FONT, LIGHT
 from refimpl.visualizers.static_html import caption_html
 
 FIGURE = AttentionTiles()
-MOST_SCORES = 4_096
-"""Scores of a trace that is shown: each is a square in each picture."""
+MOST_SQUARES = 65_536
+"""Scores of all pictures together, each a square: some megabytes for the browser, and under a second to make."""
 THEMED = {name: f"var(--{name})" for name in LIGHT}
 """Colours that the page's style sheet says."""
 
@@ -53,23 +53,29 @@ class AttentionView(anywidget.AnyWidget):
             raise RefimplError(
                 f"AttentionView shows what refimpl.attention.tiles.trace_attention returns; this is a {type(trace).__name__}"
             )
-        if trace.num_rows * trace.context > MOST_SCORES:
+        pictures, columns = num_positions(trace), num_columns(trace)
+        if (squares := pictures * trace.num_rows * columns) > MOST_SQUARES:
             raise RefimplError(
-                f"{count(trace.num_rows, 'row')} over {count(trace.context, 'key')} are {trace.num_rows * trace.context:,} "
-                f"scores, and a picture has room for {MOST_SCORES:,}; trace fewer queries, or a shorter context"
+                f"{count(pictures, 'picture')} of {count(trace.num_rows, 'row')} over {count(columns, 'key')} are "
+                f"{squares:,} squares, and there is room for {MOST_SQUARES:,}; trace fewer queries, a shorter context, or "
+                "larger tiles"
             )
-        last = num_positions(trace) - 1
+        last = pictures - 1
         self._pictures = [FIGURE.picture(trace, at) for at in range(last + 1)]
         super().__init__(
             shown=[[FIGURE.name, FIGURE.title, FIGURE.question]],
             heading=_heading(trace),
-            position=last if position is None else max(0, min(position, last)),
+            position=last if position is None else position,
             pictures=[
                 {name: picture[name] for name in ("caption", "moment", "why")} | {"svg": FIGURE.svg(picture, THEMED)}
                 for picture in self._pictures
             ],
             **options,
         )
+
+    @traitlets.validate("position")
+    def _there_is_such_a_picture(self, proposal: dict[str, Any]) -> int:
+        return max(0, min(int(proposal["value"]), len(self._pictures) - 1))
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The live widget where there is one, and a picture beside it for where there is none."""

@@ -22,11 +22,23 @@ from refimpl.errors import RefimplError
 from refimpl.tile_records import AttentionTrace, Matrix, MergeRecord, TileRecord, Vector, Walk
 
 
+def _check(num_queries: int, context: int) -> None:
+    if not 1 <= num_queries <= context:
+        raise RefimplError(
+            f"{num_queries} queries over a context of {context}; there must be one or more, and no more than it"
+        )
+
+
 def prefill_walks(num_queries: int, context: int, tile_m: int, tile_n: int) -> tuple[Walk, ...]:
     """Each tile of queries, over the keys up to its last query's position: what :func:`flash_attention` does for a head.
 
     The kernel begins with the longest walks, so that short ones fill the end; here they stand in the order of their rows.
+
+    Raises:
+        RefimplError: there are no queries, or more than the context has tokens.
+
     """
+    _check(num_queries, context)
     found = []
     for first in range(0, num_queries, tile_m):
         position = context - num_queries + first
@@ -40,7 +52,12 @@ def decode_walks(num_queries: int, group: int, context: int, splits: int, tile_m
     """Each split of the context, over all rows: what :func:`paged_attention` does for a key/value head.
 
     Splits are even shares of the tiles, as :mod:`refimpl.kernels.split_plan` makes them.
+
+    Raises:
+        RefimplError: there are no queries, or more than the context has tokens.
+
     """
+    _check(num_queries, context)
     tiles = -(-context // tile_n)
     splits = min(splits, tiles)
     edges = [min(split * tiles // splits * tile_n, context) for split in range(splits + 1)]

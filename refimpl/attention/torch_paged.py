@@ -93,6 +93,8 @@ def cut_tiles(query_lens: list[int], context_lens: list[int], whole_prompts: boo
 
 def group_tiles(tiles: Tiles) -> list[Tiles]:
     """Tiles with equally many queries and similar contexts, together; in each group in the order of their tokens."""
+    if not len(tiles.sequences):
+        return []
     alone = tiles.num_queries.min() == tiles.num_queries.max()
     if alone and tiles.contexts.max() <= LONGEST_OVER_SHORTEST * tiles.contexts.min():
         return [tiles]

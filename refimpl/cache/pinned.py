@@ -7,6 +7,7 @@ exactly the bytes asked for, and given back to the system when it is released.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import weakref
@@ -36,6 +37,7 @@ class PinnedMemory:
             with torch.cuda.device(device):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(locked.data_ptr(), locked.nbytes, 0))
         except RuntimeError as error:
+            _forget_the_error(device)
             raise OutOfMemoryError(
                 f"{pages * PAGESIZE / GIB:.2f} GiB of the host's memory could not be locked for the swap space: {error}; "
                 "lower swap_space"
@@ -48,6 +50,12 @@ class PinnedMemory:
     def release(self) -> None:
         """Give the memory back now, whoever still refers to the tensor; once all copies from and to it are done."""
         self._give_back()
+
+
+def _forget_the_error(device: torch.device) -> None:
+    """CUDA keeps what went wrong last until somebody asks, and torch asks after its next kernel, which did nothing wrong."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _give_back(locked: Tensor, device: torch.device, owner: int) -> None:

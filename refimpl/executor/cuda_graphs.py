@@ -4,7 +4,7 @@ A decode of a small model takes a GPU less time than Python takes to start its k
 of kernels with the addresses that they read and write, so what changes from step to step has to lie at a fixed place.
 Here that is little, since a running sequence's tokens and block table already live by slot on the device::
 
-    host      slots and contexts of the rows ──────► rows [2, R]          the only transfer of a step
+    host      slots and contexts of the rows ──────► rows [2, R]          the only transfer of a decode
     graph     token_ids[slot, context − 1] ─► model over the paged cache ─► hidden [R, H]
                     └ positions, slots in the cache, block tables, lengths: worked out from the two, inside
 
@@ -17,9 +17,12 @@ largest is recorded first, so that the others fit into what it took.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
+import gc
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -96,10 +99,26 @@ class DecodeStep:
         return hidden
 
 
+_recording = threading.Lock()
+"""Held while a graph is recorded: a recording takes in whatever comes to its stream, whichever thread it comes from."""
+
+
 @cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     """The one on which graphs are recorded: a library takes a workspace for every stream that it sees, and keeps it."""
     return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
@@ -111,6 +130,7 @@ class DecodeGraphs:
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()  # an engine that is collected during a recording would ask the GPU to wait, which ends the recording
         for size in reversed(sizes):
             self.record(size)
 
@@ -119,7 +139,7 @@ class DecodeGraphs:
         return inputs.one_token_each and len(inputs.row_slots) <= self.sizes[-1]
 
     def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
-        """Hidden states of the rows' last tokens. They are overwritten by the next replay of this size."""
+        """Hidden states of the rows' last tokens. The next replay, of any size, may overwrite them."""
         self._step.write(slots, contexts)
         graph, hidden = self._graphs[self.sizes[bisect.bisect_left(self.sizes, len(slots))]]
         graph.replay()
@@ -133,6 +153,10 @@ class DecodeGraphs:
 
     def record(self, size: int) -> None:
         """Record the step for so many rows."""
+        with _recording, _no_collection():
+            self._record(size)
+
+    def _record(self, size: int) -> None:
         # Before it is recorded a kernel must be compiled and a library's workspace taken, which a recording cannot hold.
         current, beside = torch.cuda.current_stream(self._step.device), _stream_beside(self._step.device)
         beside.wait_stream(current)

@@ -120,12 +120,14 @@ class InputBatch:
         """Take in a step's changes, in the order that SchedulerOutput promises."""
         for slot, token_id in scheduler_output.chosen:
             self._tokens.write(slot, int(self.num_tokens[slot]) - 1, (token_id,))
+        self._tokens.send()  # the slot of one may be given to another sequence
         for admission in scheduler_output.admitted:
             self._admit(admission)
         for slot in scheduler_output.restarted:
             self.num_computed_tokens[slot] = 0
         for new_blocks in scheduler_output.new_blocks:
             self._append_blocks(new_blocks)
+        self._blocks.send()  # a new block may be copied at once
         for copy in scheduler_output.copies:
             self._blocks.write(copy.slot, copy.index, (copy.target,))
         self._tokens.send()

@@ -217,11 +217,11 @@ class LocalExecutor:
             available = memory.cpu_cache_bytes(cache, free_host_memory())
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
         self.memory = gpu_memory.with_weights(self.memory, self.device)
+        if self.num_host_blocks:
+            self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         if not self.memory.measured:
             return 0  # the options say it all
         self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, self.graph_sizes)
-        if self.num_host_blocks:
-            self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         memory_advice.check_room(self.memory, str(self.device), args.max_model_len)
         return min(self.memory.left, self.memory.enough)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import pairwise
 
@@ -52,6 +52,7 @@ def check_partial_and_merge(partial: PartialFunction, merge: MergeFunction) -> s
         ExerciseError: they are wrong; the text says where.
 
     """
+    merge = _watched(merge)
     for loud, queries in ((1.0, 1), (1.0, 5), (LOUD, 5)):
         inputs, expected = _softmax_case(queries, loud)
         about = f"{'one query' if queries == 1 else 'five queries'} over 13 keys" + (
@@ -82,11 +83,10 @@ def _parts(
     query, keys, values, scale, visible = inputs
     found = []
     for first, end in pairwise(edges):
-        given = (query.clone(), keys[first:end].clone(), values[first:end].clone())
-        answer = partial(*given, scale, visible[:, first:end].clone())
-        for before, after in zip((query, keys[first:end], values[first:end]), given, strict=True):
-            if not torch.equal(before, after):
-                raise ExerciseError(f"{about}: partial changed one of its arguments")
+        own = (query, keys[first:end], values[first:end], visible[:, first:end])
+        given = tuple(tensor.clone() for tensor in own)
+        answer = partial(given[0], given[1], given[2], scale, given[3])
+        _hold_unchanged(about, "partial", own, given)
         case = f"{about}, keys {first} to {end} alone"
         scores = (query @ keys[first:end].T * scale).masked_fill(~visible[:, first:end], -math.inf)
         lse = scores.logsumexp(1)
@@ -94,6 +94,25 @@ def _parts(
         _hold_part(case, answer, (weights @ values[first:end], lse))
         found.append(answer)
     return found
+
+
+def _watched(merge: MergeFunction) -> MergeFunction:
+    """The same, held to leave its arguments alone."""
+
+    def watched(left: Part, right: Part) -> Part:
+        own = (*left, *right)
+        given = tuple(tensor.clone() for tensor in own)
+        answer = merge((given[0], given[1]), (given[2], given[3]))
+        _hold_unchanged("parts of the keys", "merge", own, given)
+        return answer
+
+    return watched
+
+
+def _hold_unchanged(case: str, name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    for one, other in zip(before, after, strict=True):
+        if not torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) or not torch.equal(one.isnan(), other.isnan()):
+            raise ExerciseError(f"{case}: {name} changed one of its arguments")
 
 
 def _hold_part(case: str, answer: object, expected: Part) -> None:
@@ -151,8 +170,10 @@ def _check_pool(decode: DecodeFunction, shape: dict[str, int], seed: int, loud: 
         warnings.simplefilter(
             "ignore", RuntimeWarning
         )  # of numpy, by which kernels are interpreted: what is NaN is told below
-        answer = decode(query, k_cache, v_cache, table, lengths, scale)
+        arguments = [tensor.clone() for tensor in (query, k_cache, v_cache, table, lengths)]
+        answer = decode(arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], scale)
     about = f"blocks of {shape['B']}, {shape['Hq']} query heads to {shape['Hkv']}" + (", loud queries" if loud > 1 else "")
+    _hold_unchanged(about, "decode", (query, k_cache, v_cache, table, lengths), arguments)
     hint = ""
     if isinstance(answer, Tensor) and answer.isnan().any():
         hint = "NaN: a slot behind the context, or of a block that is not the sequence's, was used; 0 · NaN is NaN"

@@ -27,6 +27,7 @@ from torch import Tensor
 from refimpl.kernels.by_triton import by_triton
 from refimpl.kernels.philox import Purpose, uniform
 from refimpl.kernels.reference import at_least_float32
+from refimpl.kernels.transfer import to_device
 from refimpl.outputs import BAD_LOGITS, NOTHING_LEFT
 from refimpl.sampling.adjustments import Adjustments, adjust
 from refimpl.sampling.filters import HEAD, kept_by_head, min_p_filter
@@ -127,7 +128,7 @@ Chosen = Int64[Tensor, "chosen"] | slice
 
 def _select(rows: list[int], logits: Float[Tensor, "R V"]) -> Chosen:
     """All rows are not copied."""
-    return slice(None) if len(rows) == len(logits) else torch.tensor(rows, device=logits.device)
+    return slice(None) if len(rows) == len(logits) else to_device(torch.tensor(rows), logits.device)
 
 
 def _uniform(rows: SamplingRows) -> Float64[Tensor, "R"]:

@@ -19,9 +19,10 @@ def test_what_was_written_is_there_once_it_is_sent():
     assert table.on_device.data_ptr() == address, "a CUDA graph reads it there"
 
 
-def test_the_later_of_two_numbers_for_a_place_stays():
+def test_what_is_sent_later_replaces_what_was_sent():
     table = Table(2, 4, torch.int64, torch.device("cpu"))
     table.write(1, 0, (1, 2, 3))
+    table.send()
     table.write(1, 2, (9,))
     table.send()
     assert table.on_device.tolist() == [[0, 0, 0, 0], [1, 2, 9, 0]]

@@ -61,6 +61,14 @@ A = {
     "sums, not averages": ("weights @ values / total.masked_fill(total == 0, 1)[:, None]", "weights @ values"),
     "NaN where no key is seen": ("total.masked_fill(total == 0, 1)[:, None], largest", "total[:, None], largest"),
     "the query is changed": ("scores = (query @", "query.mul_(1 + 1e-12)\n    scores = (query @"),
+    "what is visible is changed": (
+        "    return weights @ values /",
+        "    visible.fill_(False)\n    return weights @ values /",
+    ),
+    "a part is changed": (
+        "(o1, lse1), (o2, lse2) = one, other",
+        "(o1, lse1), (o2, lse2) = one, other\n    o1.mul_(1 + 1e-12)",
+    ),
     "weights swapped": ("w1[:, None] * o1 + w2[:, None] * o2", "w2[:, None] * o1 + w1[:, None] * o2"),
     "the first lse is kept": ("return average, shift + torch.log(total)", "return average, lse1"),
     "a merge without the largest": ("largest = torch.maximum(lse1, lse2)", "largest = torch.zeros_like(lse1)"),
@@ -111,6 +119,7 @@ def test_the_solution_of_b_is_right(tmp_path, interpreted):
 
 B = {
     "the table is not read": ("tl.load(block_table + sequence * max_blocks + first // B).to(tl.int64)", "first // B + 1"),
+    "the cache is changed": ("out = torch.full_like(query, math.nan)", "out = torch.full_like(query, math.nan)\n        k_cache.nan_to_num_()"),
     "one key too few": ("length = tl.load(seq_lens + sequence)", "length = tl.load(seq_lens + sequence) - 1"),
     "one key too many": ("length = tl.load(seq_lens + sequence)", "length = tl.load(seq_lens + sequence) + 1"),
     "another group's keys": ("head // (HQ // HKV)", "head % HKV"),

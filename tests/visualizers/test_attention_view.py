@@ -161,6 +161,8 @@ def test_the_widget_sends_every_picture_once_in_the_colours_of_the_page(decode):
     assert "var(--" not in html
     assert "head 3 " in view._repr_text()
     assert AttentionView(decode[0], position=-3).position == 0
+    view.position = 99
+    assert view.position == len(view.pictures) - 1
     assert set(view._repr_mimebundle_()[0]) >= {"text/html", "text/plain"}
 
 
@@ -168,5 +170,7 @@ def test_what_it_cannot_show_is_refused():
     with pytest.raises(RefimplError, match=r"shows what refimpl\.attention\.tiles\.trace_attention returns; this is a dict"):
         AttentionView({})
     long = traced(1, 4, 1_100, decode_walks(1, 4, 1_100, 1, 16, 64))[0]
-    with pytest.raises(RefimplError, match="4 rows over 1,100 keys are 4,400 scores, and a picture has room for 4,096"):
+    with pytest.raises(
+        RefimplError, match="18 pictures of 4 rows over 1,152 keys are 82,944 squares, and there is room for 65,536"
+    ):
         AttentionView(long)

@@ -25,6 +25,7 @@ function traceModel(model) {
     }, 1000 / player.speed);
     emit();
   }
+  model.on("change:position", () => seek(model.get("position")));
   const actions = {
     hello: () => emit(true), step: (m) => seek(player.position + m.delta), seek: (m) => seek(m.position), live: () => seek(last),
     play, pause: () => { stop(); emit(); }, speed: (m) => { player.speed = m.speed; if (player.playing) play(); else emit(); },
