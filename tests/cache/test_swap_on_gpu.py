@@ -12,6 +12,7 @@ from refimpl import Engine, EngineArgs, SamplingParams
 from refimpl.cache import staged_blocks
 from refimpl.cache.block_moves import PlainMoves, moves_of
 from refimpl.cache.kv_cache import KVCache
+from refimpl.cache.pinned import _forget_the_error
 from refimpl.cache.staged_blocks import PinnedBlocks
 from refimpl.cache.streams import CudaStream
 from refimpl.models.tiny import tiny
@@ -169,6 +170,15 @@ def test_locked_memory_is_exact_and_given_back(closed):
         gc.collect()
         assert resident() - before < 0.05 * size
     assert torch.cuda.memory_allocated() == on_device
+
+
+def test_memory_that_cannot_be_locked_spoils_nothing_that_comes_after():
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(0, 4096, 0))
+    _forget_the_error(torch.device("cuda"))
+    torch.zeros(1, device="cuda").add_(1)
+    cache_of(num_host_blocks=4).release()
 
 
 # ---------------------------------------------------------------------- the engine
