@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SHARE = 0.03
 """Of the wall time, for drawing: where a frame is dear, fewer are drawn."""
-MOST_FRAMES, FEWEST_FRAMES = 20, 6
+MOST_FRAMES, FEWEST_FRAMES = 20, 5.5
 """A second. Fewer would look as if the engine stood; a frame that is so dear takes more than the share."""
 TRIES = 3
 SPEEDS = (2, 8, 20, 60)
