@@ -3,8 +3,11 @@
 import pytest
 import torch
 from kernel_device import DEVICE, ON_GPU
+from typer.testing import CliRunner
 
-from refimpl.bench import kernels, report
+from refimpl.bench import kernels, offline, report
+from refimpl.bench.commands import bench
+from refimpl.bench.result import Result, check
 from refimpl.errors import ConfigError
 from refimpl.kernels import spec as registry
 
@@ -50,3 +53,21 @@ def test_a_kernel_is_measured():
     result = kernels.run(["rms_norm"], repeats=3)
     assert all(0 < row["microseconds"] < 1e5 for row in result.results["kernels"])
     assert all(row["share"] < 1.2 for row in result.results["kernels"] if row["cold"])
+
+
+def test_one_command_measures_all_of_a_gpu_and_keeps_both_results(monkeypatch, tmp_path):
+    asked = []
+
+    def result(topic, ok):
+        return Result(topic, kernels.setting(model="", dtype=""), results={}, checks=[check("it", float(ok), ">=", 1.0)])
+
+    def offline_run(options, model_config):
+        asked.append((options["max_num_seqs"], model_config))
+        return result("offline", ok=True)
+
+    monkeypatch.setattr(kernels, "run", lambda names: result("kernels", ok=False))
+    monkeypatch.setattr(offline, "run", offline_run)
+    done = CliRunner().invoke(bench, ["gpu", "--max-num-seqs", "512", "--save", str(tmp_path)])
+    assert done.exit_code == 1, "a check of the first failed"
+    assert asked == [(512, "llama-3-8b")]
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["kernels", "offline"]
