@@ -54,8 +54,9 @@ class PinnedMemory:
 
 def _forget_the_error(device: torch.device) -> None:
     """CUDA keeps what went wrong last until somebody asks, and torch asks after its next kernel, which did nothing wrong."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
 
 
 def _give_back(locked: Tensor, device: torch.device, owner: int) -> None:

@@ -119,7 +119,7 @@ def test_the_solution_of_b_is_right(tmp_path, interpreted):
 
 B = {
     "the table is not read": ("tl.load(block_table + sequence * max_blocks + first // B).to(tl.int64)", "first // B + 1"),
-    "the cache is changed": ("torch.full_like(query, math.nan)", "torch.full_like(query, k_cache.nan_to_num_().sum())"),
+    "the cache is changed": ("scores = tl.where", "tl.store(k_cache + places, k)\n            scores = tl.where"),
     "one key too few": ("length = tl.load(seq_lens + sequence)", "length = tl.load(seq_lens + sequence) - 1"),
     "one key too many": ("length = tl.load(seq_lens + sequence)", "length = tl.load(seq_lens + sequence) + 1"),
     "another group's keys": ("head // (HQ // HKV)", "head % HKV"),
