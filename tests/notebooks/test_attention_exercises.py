@@ -136,7 +136,7 @@ B = {
 @pytest.mark.parametrize("fault", B)
 def test_a_fault_in_b_is_found_out(tmp_path, interpreted, fault):
     wrong = solutions(tmp_path, B[fault])
-    with pytest.raises(ExerciseError, match="a context of|changed one of its arguments"):
+    with pytest.raises(ExerciseError, match=r"a context of|changed one of its arguments"):
         check_paged_decode(wrong.launch(wrong.solution_kernel))
 
 
