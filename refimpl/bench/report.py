@@ -247,6 +247,32 @@ def _kernels(result: dict[str, Any]) -> str:
     return head + rows + told + caption(result)
 
 
+def _widgets(result: dict[str, Any]) -> str:
+    r = result["results"]
+    beside, log = r["beside_the_engine"], r["open_log"]
+    rows = [
+        ("a dashboard beside requests: slow-down", f"{beside['slowdown_median']:.1%}"),
+        ("frames a second that reach it", f"{beside['frames_per_second_median']:.1f}"),
+        ("Python's part of a frame", f"{r['frame_python_ms']['median']:.0f} ms"),
+        (f"opening a log of {log['steps']:,} steps of {log['requests']:,} requests", f"{log['seconds']:.1f} s"),
+    ]
+    if isinstance(browser := r["browser"], dict):
+        draw, pages = browser["draw_ms"], browser["exported_page_ms"]
+        rows += [
+            (
+                "drawing a frame, 1% of the blocks changed: median, 95th percentile",
+                f"{draw['median']:.1f}, {draw['p95']:.1f} ms",
+            ),
+            ("first picture of a widget", f"{browser['first_paint_ms']['median']:.0f} ms"),
+            (
+                "first picture of an exported page (of an empty page)",
+                f"{pages['page']['median']:.0f} ms ({pages['empty']['median']:.0f})",
+            ),
+        ]
+    table = "".join(f"| {what} | {figure} |\n" for what, figure in rows)
+    return f"| {result['setting']['workload']} | |\n|---|---|\n{table}{caption(result)}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": _recompute,
     "sharing": _sharing,
@@ -258,6 +284,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": _overhead,
     "swap": _swap,
     "beam": _beam,
+    "widgets": _widgets,
     "kernels": _kernels,
     "offline": _offline,
 }
