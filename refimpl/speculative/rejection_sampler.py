@@ -54,12 +54,14 @@ def round_uniforms(seed: Int64[Tensor, "S"], path: Int64[Tensor, "S"], first: In
     A position's token is drawn by the number that draws it without speculation, so K = 0 is no speculation, token by token.
     That numbers of rejected positions come again in the next round does no harm: no token before had a part of them.
     """
-    index = torch.arange(K + 1, device=first.device)
-    positions = first.unsqueeze(-1) + index
+    positions = first.unsqueeze(-1) + torch.arange(K + 1, device=first.device)
     seeds, paths = seed.unsqueeze(-1).expand_as(positions), path.unsqueeze(-1).expand_as(positions)
-    accept = uniform(seeds[:, :K].flatten(), paths[:, :K].flatten(), positions[:, :K].flatten(), Purpose.ACCEPT)
-    drawn = uniform(seeds.flatten(), paths.flatten(), positions.flatten(), Purpose.TARGET)
-    return RoundUniforms(accept.view(-1, K), drawn.view(-1, K + 1))
+
+    def numbers(of: slice, purpose: Purpose) -> Float64[Tensor, "S some"]:
+        rows = (seeds[:, of].flatten(), paths[:, of].flatten(), positions[:, of].flatten())
+        return uniform(*rows, purpose).view_as(positions[:, of])
+
+    return RoundUniforms(accept=numbers(slice(K), Purpose.ACCEPT), draw=numbers(slice(K + 1), Purpose.TARGET))
 
 
 def verify(
