@@ -47,7 +47,7 @@ def propose(token_ids: Sequence[int] | NDArray[np.integer], k: int, min_n: int, 
     start = _continuation(tokens, min_n, max_n)
     if start is None:
         return []
-    period = tokens[start : start + k].tolist()
+    period: list[int] = tokens[start : start + k].tolist()
     return (period * -(-k // len(period)))[:k]
 
 
