@@ -66,6 +66,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_model_len: int
     gpu_memory_utilization: float
+    laws_a_row: int = 1
+    """Rows of logits of each sequence: one, and one for each draft."""
     graphs: bool = False
     measured: bool = True
     """Whether a step was run to see what it needs; it is not where options fix the cache's size."""
@@ -83,7 +85,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sampler_bytes(self) -> int:
         """Logits of a full batch and what is made of them: reckoned, not measured."""
-        return LOGITS_COPIES * 4 * self.max_num_seqs * self.vocab_size
+        return LOGITS_COPIES * 4 * self.max_num_seqs * self.laws_a_row * self.vocab_size
 
     @property
     def batch_bytes(self) -> int:
