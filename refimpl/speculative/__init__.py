@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens that something cheap proposes, and a check after which they are the target's own in law."""
+"""Speculative decoding: tokens are drafted cheaply, and one pass of the model checks several of them. The law stays as it is."""
