@@ -70,7 +70,6 @@ def accept_kernel(
     K: tl.tensor,
     purpose: tl.tensor,
     FILTERED: tl.constexpr,
-    ONE_HOT: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
     """The accepted drafts of sequence ``program_id(0)``, the target's own token behind them; whether one was rejected."""
@@ -90,16 +89,13 @@ def accept_kernel(
             cut, cut_id = cut_of(cuts, cut_ids, row, V, FILTERED)
             mass = row_mass(peaks, masses, row, peak, heat, cut, num_tiles, TILES)
             p = probability(target + row * target_stride, x, peak, heat, mass, cut, cut_id, V)
-            q, has_law = p * 0 + 1, is_draft
-            if not ONE_HOT:
-                peak = row_peak(draft_peaks, draft_row, num_tiles, TILES)
-                cut, cut_id = cut_of(draft_cuts, draft_cut_ids, draft_row, V, FILTERED)
-                mass = row_mass(draft_peaks, draft_masses, draft_row, peak, heat, cut, num_tiles, TILES)
-                q = probability(draft + draft_row * draft_stride, x, peak, heat, mass, cut, cut_id, V)
-                has_law = is_usable(peak)
+            peak = row_peak(draft_peaks, draft_row, num_tiles, TILES)
+            cut, cut_id = cut_of(draft_cuts, draft_cut_ids, draft_row, V, FILTERED)
+            mass = row_mass(draft_peaks, draft_masses, draft_row, peak, heat, cut, num_tiles, TILES)
+            q = probability(draft + draft_row * draft_stride, x, peak, heat, mass, cut, cut_id, V)
             u = uniform(tl.load(seed + row), tl.load(path + row), tl.load(position + row), purpose)
-            going = has_law & (u * q < p)
-            rejects = has_law & (u * q >= p)
+            going = is_usable(peak) & (u * q < p)
+            rejects = is_usable(peak) & (u * q >= p)
         accepted += going.to(tl.int64)
     for i in range(K + 1):
         place = s * (K + 1) + i
@@ -114,7 +110,6 @@ def accept_kernel(
 def _residual(
     target: tl.tensor,
     draft: tl.tensor,
-    draft_ids: tl.tensor,
     temperature: tl.tensor,
     peaks: tl.tensor,
     masses: tl.tensor,
@@ -132,7 +127,6 @@ def _residual(
     draft_row: tl.tensor,
     tile: tl.tensor,
     FILTERED: tl.constexpr,
-    ONE_HOT: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
@@ -143,21 +137,17 @@ def _residual(
     cut, cut_id = cut_of(cuts, cut_ids, row, V, FILTERED)
     mass = row_mass(peaks, masses, row, peak, heat, cut, num_tiles, TILES)
     p = probability(target + row * target_stride, token, peak, heat, mass, cut, cut_id, V)
-    if ONE_HOT:
-        left = tl.where(token == tl.load(draft_ids + draft_row), 0.0, p)
-    else:
-        peak = row_peak(draft_peaks, draft_row, num_tiles, TILES)
-        cut, cut_id = cut_of(draft_cuts, draft_cut_ids, draft_row, V, FILTERED)
-        mass = row_mass(draft_peaks, draft_masses, draft_row, peak, heat, cut, num_tiles, TILES)
-        left = tl.maximum(p - probability(draft + draft_row * draft_stride, token, peak, heat, mass, cut, cut_id, V), 0.0)
-    return (left * WHOLE).to(tl.int64)
+    peak = row_peak(draft_peaks, draft_row, num_tiles, TILES)
+    cut, cut_id = cut_of(draft_cuts, draft_cut_ids, draft_row, V, FILTERED)
+    mass = row_mass(draft_peaks, draft_masses, draft_row, peak, heat, cut, num_tiles, TILES)
+    q = probability(draft + draft_row * draft_stride, token, peak, heat, mass, cut, cut_id, V)
+    return (tl.maximum(p - q, 0.0) * WHOLE).to(tl.int64)
 
 
 @triton.jit
 def residual_kernel(
     target: tl.tensor,
     draft: tl.tensor,
-    draft_ids: tl.tensor,
     rows: tl.tensor,
     temperature: tl.tensor,
     peaks: tl.tensor,
@@ -177,7 +167,6 @@ def residual_kernel(
     num_tiles: tl.tensor,
     K: tl.tensor,
     FILTERED: tl.constexpr,
-    ONE_HOT: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -186,9 +175,9 @@ def residual_kernel(
     if tl.load(rejected + s) > 0:
         place = tl.load(num_accepted + s)
         left = _residual(
-            target, draft, draft_ids, temperature, peaks, masses, cuts, cut_ids, draft_peaks, draft_masses, draft_cuts,
+            target, draft, temperature, peaks, masses, cuts, cut_ids, draft_peaks, draft_masses, draft_cuts,
             draft_cut_ids, target_stride, draft_stride, V, num_tiles, tl.load(rows + s * (K + 1) + place), s * K + place,
-            tile, FILTERED, ONE_HOT, TILES, TILE,
+            tile, FILTERED, TILES, TILE,
         )  # fmt: skip
         tl.store(residuals + s * num_tiles + tile, tl.sum(left, axis=0))
 
@@ -197,7 +186,6 @@ def residual_kernel(
 def redraw_kernel(
     target: tl.tensor,
     draft: tl.tensor,
-    draft_ids: tl.tensor,
     rows: tl.tensor,
     temperature: tl.tensor,
     peaks: tl.tensor,
@@ -222,7 +210,6 @@ def redraw_kernel(
     K: tl.tensor,
     purpose: tl.tensor,
     FILTERED: tl.constexpr,
-    ONE_HOT: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -238,9 +225,9 @@ def redraw_kernel(
             threshold = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
             tile = tl.sum((cumulative <= threshold).to(tl.int32), axis=0)
             left = _residual(
-                target, draft, draft_ids, temperature, peaks, masses, cuts, cut_ids, draft_peaks, draft_masses, draft_cuts,
+                target, draft, temperature, peaks, masses, cuts, cut_ids, draft_peaks, draft_masses, draft_cuts,
                 draft_cut_ids, target_stride, draft_stride, V, num_tiles, row, s * K + place, tile,
-                FILTERED, ONE_HOT, TILES, TILE,
+                FILTERED, TILES, TILE,
             )  # fmt: skip
             before = tl.max(tl.where(tiles < tile, cumulative, 0), axis=0)
             passed = before + tl.cumsum(left, axis=0) > threshold
@@ -252,12 +239,12 @@ def verify(
     logits: Tensor,
     rows: Tensor,
     draft_ids: Tensor,
+    draft_logits: Tensor,
     num_drafts: Tensor,
     temperature: Tensor,
     seed: Tensor,
     path: Tensor,
     position: Tensor,
-    draft_logits: Tensor | None = None,
     raw: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
@@ -287,13 +274,13 @@ def verify(
     found = row_statistics(logits, raw, temperature, top_k, top_p, min_p)
     draw_rows(logits, raw, (temperature, seed, path, position), found, (own_ids, logprobs), Purpose.TARGET)
     of_draft, draft = found, logits
-    if draft_logits is not None and K:
-        draft, judges = draft_logits.reshape(S * K, V), rows[:, :K].flatten()
+    if K:
+        draft, judges = draft_logits.view(S * K, V), rows[:, :K].flatten()
         filters = [None if one is None else one[judges] for one in (top_k, top_p, min_p)]
         of_draft = row_statistics(draft, draft, temperature[judges], *filters)
     _judge(
         (logits, draft, draft_ids, rows), num_drafts, own_ids, (temperature, seed, path, position), (found, of_draft),
-        (token_ids, num_accepted), one_hot=draft_logits is None,
+        (token_ids, num_accepted),
     )  # fmt: skip
     return token_ids, num_accepted
 
@@ -305,23 +292,22 @@ def _judge(
     parameters: tuple[Tensor, Tensor, Tensor, Tensor],
     found: tuple[RowStatistics, RowStatistics],
     results: tuple[Tensor, Tensor],
-    one_hot: bool,
 ) -> None:
     """Accept, and redraw: ``compared`` are the logits of target and draft, its tokens, and the rows that judge them."""
-    target, draft, draft_ids, _ = compared
+    target, draft, draft_ids, rows = compared
     (token_ids, num_accepted), (temperature, *numbers) = results, parameters
     (S, K), V, num_tiles = draft_ids.shape, target.shape[1], found[0].peaks.shape[1]
     rejected = torch.empty_like(num_drafts, dtype=torch.int32)
     residuals = torch.empty(S, num_tiles, dtype=torch.int64, device=target.device)
     statistics = [tensor for one in found for tensor in (one.peaks, one.masses, one.cuts, one.cut_ids)]
     sizes = (target.stride(0), draft.stride(0), V, num_tiles, K)
-    constants = {"FILTERED": found[0].filtered, "ONE_HOT": one_hot, "TILES": power_of_two(num_tiles)} | OPTIONS
+    constants = {"FILTERED": found[0].filtered, "TILES": power_of_two(num_tiles)} | OPTIONS
     with device_of(target):
         accept_kernel[(S,)](
             *compared, num_drafts, own_ids, *parameters, *statistics, token_ids, num_accepted, rejected, *sizes,
             Purpose.ACCEPT, **constants,
         )  # fmt: skip
         if K:
-            shared = (*compared, temperature, *statistics, num_accepted, rejected, residuals)
+            shared = (target, draft, rows, temperature, *statistics, num_accepted, rejected, residuals)
             residual_kernel[(S, num_tiles)](*shared, *sizes, TILE=TILE, **constants)
             redraw_kernel[(S,)](*shared, *numbers, token_ids, *sizes, Purpose.TARGET, TILE=TILE, **constants)

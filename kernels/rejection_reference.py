@@ -21,12 +21,12 @@ def verify(
     logits: Float[Tensor, "R V"],
     rows: Int64[Tensor, "S K1"],
     draft_ids: Int64[Tensor, "S K"],
+    draft_logits: Float[Tensor, "S K V"],
     num_drafts: Int64[Tensor, "S"],
     temperature: Float[Tensor, "R"],
     seed: Int64[Tensor, "R"],
     path: Int64[Tensor, "R"],
     position: Int64[Tensor, "R"],
-    draft_logits: Float[Tensor, "S K V"] | None = None,
     raw: Float[Tensor, "R V"] | None = None,
     top_k: Int64[Tensor, "R"] | None = None,
     top_p: Float[Tensor, "R"] | None = None,
@@ -36,8 +36,8 @@ def verify(
 
     ``rows`` says which of the target's rows judges each draft, and, behind the drafts that count, which draws the token
     after them; the rest is padding, and may be any rows. Parameters of a row hold for both sides, whose logits are adjusted
-    already; ``raw`` is what the target's were made of. Without ``draft_logits`` each draft's q is one-hot. Where a round
-    ends without a rejection, or in a greedy row, the token is that of :func:`reference.sample`, its failures included.
+    already; ``raw`` is what the target's were made of. Where a round ends without a rejection, or
+    in a greedy row, the token is that of :func:`reference.sample`, its failures included.
     """
     (S, K1), V, K = rows.shape, logits.shape[1], draft_ids.shape[1]
     filters = None if top_k is None or top_p is None or min_p is None else (top_k, top_p, min_p)
@@ -53,13 +53,9 @@ def verify(
             if temperature[row] < reference.GREEDY_BELOW:
                 accepted = bool(own[row] == draft)
             else:
-                p = law(logits[row], row, temperature, filters)
-                if draft_logits is None:
-                    q = torch.zeros_like(p).index_fill(0, draft_ids[s, i], 1)
-                elif draft_logits[s, i].amax().isfinite():
-                    q = law(draft_logits[s, i], row, temperature, filters)
-                else:
+                if not draft_logits[s, i].amax().isfinite():
                     break  # no distribution, no draft
+                p, q = (law(one, row, temperature, filters) for one in (logits[row], draft_logits[s, i]))
                 accepted = bool(accept[row] * q[draft] < p[draft])
                 residual = (p - q).clamp(min=0).cumsum(0)
                 if not accepted and residual[-1] > 0:

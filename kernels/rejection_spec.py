@@ -54,14 +54,13 @@ def _case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> 
         "logits": target.flatten(0, 1)[order].to(dtype).to(device),
         "rows": rows.to(device),
         "draft_ids": draft_ids.to(device),
+        "draft_logits": draft.to(dtype).to(device),
         "num_drafts": num_drafts.to(device),
         "temperature": choice(0.0, 0.7, 1.0, 1.0, 1.7, dtype=torch.float32),
         "seed": words[0][order].to(device),
         "path": words[1][order].to(device),
         "position": (first + torch.arange(K + 1)).flatten()[order].to(device),
     }
-    if not shape.get("one_hot"):
-        inputs["draft_logits"] = draft.to(dtype).to(device)
     if shape.get("adjusted"):
         inputs["raw"] = raw.flatten(0, 1)[order].to(dtype).to(device)
     if shape.get("filtered"):
@@ -98,12 +97,12 @@ def _on_an_edge(case: Case, s: int, got: dict[str, Tensor], expected: dict[str, 
     filters = tuple(case.inputs[name] for name in ("top_k", "top_p", "min_p")) if "top_k" in case.inputs else None
     p = rejection_reference.law(case.inputs["logits"][row].double(), row, temperature, filters)
     is_draft = i < int(case.inputs["num_drafts"][s])
-    draft = int(case.inputs["draft_ids"][s, i]) if is_draft else 0
-    q = torch.zeros_like(p).index_fill(0, torch.tensor([draft], device=p.device), 1)
-    if is_draft and (logits := case.inputs.get("draft_logits")) is not None:
-        q = rejection_reference.law(logits[s, i].double(), row, temperature, filters)
+    q = p
+    if is_draft:
+        q = rejection_reference.law(case.inputs["draft_logits"][s, i].double(), row, temperature, filters)
     seed, path, position = (case.inputs[name][row : row + 1] for name in ("seed", "path", "position"))
     if got["num_accepted"][s] != expected["num_accepted"][s]:
+        draft = int(case.inputs["draft_ids"][s, i])
         ratio = float(p[draft] / q[draft])
         return abs(uniform(seed, path, position, Purpose.ACCEPT).item() - ratio) <= RATIO_EDGE * max(1.0, ratio)
     weights = (p - q).clamp(min=0) if is_draft else p
@@ -116,8 +115,7 @@ def _on_an_edge(case: Case, s: int, got: dict[str, Tensor], expected: dict[str, 
 def _bytes(shape: Shape, dtype: torch.dtype) -> int:
     """Logits of both sides once, and raw logits where they differ."""
     rows = shape["S"] * (shape["K"] + 1) * (2 if shape.get("adjusted") else 1)
-    rows += 0 if shape.get("one_hot") else shape["S"] * shape["K"]
-    return rows * shape["V"] * dtype.itemsize
+    return (rows + shape["S"] * shape["K"]) * shape["V"] * dtype.itemsize
 
 
 def _compiles(capability: int) -> tuple[Compile, ...]:
@@ -130,12 +128,10 @@ def _compiles(capability: int) -> tuple[Compile, ...]:
     types |= {"target": logits, "draft": logits}
     found = []
     for kernel in (accept_kernel, residual_kernel, redraw_kernel):
-        for one_hot in (False, True):
-            given = constants | {"ONE_HOT": one_hot} | ({} if kernel is accept_kernel else {"TILE": TILE})
-            signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in given}
-            label = f"{kernel.__name__.removesuffix('_kernel')}{', one-hot' if one_hot else ''}"
-            odd = frozenset({"num_tiles", "K", "purpose"})
-            found.append(Compile(kernel, signature, given, NUM_WARPS, unaligned=odd, label=label, fp_fusion=False))
+        given = constants if kernel is accept_kernel else constants | {"TILE": TILE}
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in given}
+        label, odd = kernel.__name__.removesuffix("_kernel"), frozenset({"num_tiles", "K", "purpose"})
+        found.append(Compile(kernel, signature, given, NUM_WARPS, unaligned=odd, label=label, fp_fusion=False))
     return tuple(found)
 
 
@@ -143,7 +139,7 @@ SPECS = (
     KernelSpec(
         name="verify",
         summary="the check of drafted tokens: what is accepted, and the one token drawn",
-        axes=("S", "K", "V", "adjusted", "filtered", "one_hot", "spoilt"),
+        axes=("S", "K", "V", "adjusted", "filtered", "spoilt"),
         twin=rejection_reference.verify,
         launch=verify,
         outputs=("token_ids", "num_accepted"),
@@ -152,7 +148,7 @@ SPECS = (
             {"S": 0, "K": 2, "V": 8},
             {"S": 1, "K": 0, "V": 9},
             {"S": 2, "K": 2, "V": 60},
-            {"S": 2, "K": 1, "V": TILE + 1, "one_hot": 1},
+            {"S": 2, "K": 1, "V": TILE + 1},
             {"S": 2, "K": 1, "V": 333, "filtered": 1},
             {"S": 4, "K": 1, "V": 80, "adjusted": 1, "spoilt": 1},
         ),
@@ -161,8 +157,7 @@ SPECS = (
             {"S": 1, "K": 5, "V": 128_256, "filtered": 1},
             {"S": 64, "K": 3, "V": 128_256},
             {"S": 64, "K": 3, "V": 128_256, "filtered": 1, "spoilt": 1},
-            {"S": 16, "K": 8, "V": 49_152, "one_hot": 1},
-            {"S": 64, "K": 3, "V": 128_256, "one_hot": 1, "adjusted": 1},
+            {"S": 16, "K": 8, "V": 49_152, "adjusted": 1},
         ),
         tolerance={
             dtype: Tolerance(0.0, 0.0, "verdicts exact, but where a uniform number lies on an edge")
