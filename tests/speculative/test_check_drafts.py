@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from kernel_device import DEVICE, ON_GPU
 from verify_support import text_rows
 
 from refimpl.kernels import rejection_reference
@@ -12,6 +11,9 @@ from refimpl.kernels.philox import Purpose
 from refimpl.outputs import NOTHING_LEFT
 from refimpl.sampling.adjustments import adjust
 from refimpl.speculative.check import check_drafts, draw_drafts
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 V = 40
 SETTINGS = {
@@ -80,7 +82,7 @@ def test_a_failed_hook_ends_its_own_round():
 
 
 def test_what_is_no_distribution_is_no_draft():
-    logits, rows, places, ids, laws, num_drafts, draft = case("plain", S=3, same=True)
+    logits, rows, places, _, _, num_drafts, draft = case("plain", S=3, same=True)
     spoilt = draft.clone()
     spoilt[1] = math.nan
     drawn, laws = zip(*(draw_drafts(spoilt[:, i], text_rows([[1]] * 3, V), Purpose.DRAFT) for i in range(3)), strict=True)
@@ -99,8 +101,9 @@ def moved(rows, device):
 @pytest.mark.parametrize("setting", ["plain", "filtered", "penalised"])
 def test_kernels_say_the_same(setting, monkeypatch):
     """Drafts drawn by kernels, checked by kernels: the tokens are those of torch's way, from the same logits."""
+    pytest.importorskip("triton")
     S = 200 if ON_GPU else 2
-    logits, rows, places, ids, laws, num_drafts, draft = case(setting, S=S, K=2)
+    logits, rows, places, ids, laws, num_drafts, draft = case(setting, S=S, K=1)
     expected, _ = check_drafts(logits, rows, places, ids, laws, num_drafts)
     if ON_GPU and setting == "penalised":
         pytest.skip("the adjustments of this test are on the host")
@@ -108,8 +111,8 @@ def test_kernels_say_the_same(setting, monkeypatch):
     texts = [[1] * 2] * S
     adjusted = draft
     if rows.adjustments is not None:
-        adjusted = adjust(torch.cat((draft, draft[:, :1]), 1).flatten(0, 1), rows.adjustments)[0].view(S, 3, V)[:, :2]
-    drawn, law = draw_drafts(adjusted[:, 0].to(DEVICE), moved(text_rows(texts, V, **SETTINGS["filtered"]), DEVICE))
+        adjusted = adjust(torch.cat((draft, draft[:, :1]), 1).flatten(0, 1), rows.adjustments)[0].view(S, 2, V)[:, :1]
+    drawn, law = draw_drafts(adjusted[:, 0].to(DEVICE), moved(text_rows(texts, V, **SETTINGS[setting]), DEVICE))
     assert law.shape == (S, V)
     assert (drawn >= 0).all()
     on_device = [tensor.to(DEVICE) for tensor in (places, ids, adjusted.contiguous(), num_drafts)]
