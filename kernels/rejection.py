@@ -30,12 +30,13 @@ from torch import Tensor
 from refimpl.kernels import rejection_reference
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.philox import Purpose
-from refimpl.kernels.rejection_law import cut_of, probability, row_mass
+from refimpl.kernels.rejection_law import law
 from refimpl.kernels.sampling import OPTIONS, TILE, RowStatistics, draw_rows, row_statistics, uniform
-from refimpl.kernels.sampling_cut import row_peak
-from refimpl.kernels.sampling_mass import GREEDY_BELOW, is_usable
+from refimpl.kernels.sampling_mass import GREEDY_BELOW
 
 NO_TOKEN = tl.constexpr(rejection_reference.NO_TOKEN)
+ACCEPT_WARPS = 1
+"""That program looks at one token at a time, and at the masses of tiles, of which there are a few tens."""
 WHOLE = tl.constexpr(2.0**60)
 """The probability 1 as a fixed-point number."""
 
@@ -85,17 +86,16 @@ def accept_kernel(
         going = is_draft & (x == own)  # in a greedy row
         heat = tl.load(temperature + row)
         if is_draft & (heat >= GREEDY_BELOW):
-            peak = row_peak(peaks, row, num_tiles, TILES)
-            cut, cut_id = cut_of(cuts, cut_ids, row, V, FILTERED)
-            mass = row_mass(peaks, masses, row, peak, heat, cut, num_tiles, TILES)
-            p = probability(target + row * target_stride, x, peak, heat, mass, cut, cut_id, V)
-            peak = row_peak(draft_peaks, draft_row, num_tiles, TILES)
-            cut, cut_id = cut_of(draft_cuts, draft_cut_ids, draft_row, V, FILTERED)
-            mass = row_mass(draft_peaks, draft_masses, draft_row, peak, heat, cut, num_tiles, TILES)
-            q = probability(draft + draft_row * draft_stride, x, peak, heat, mass, cut, cut_id, V)
+            p, p_total = law(
+                target, target_stride, row, x, heat, peaks, masses, cuts, cut_ids, V, num_tiles, FILTERED, TILES
+            )
+            q, q_total = law(
+                draft, draft_stride, draft_row, x, heat, draft_peaks, draft_masses, draft_cuts, draft_cut_ids, V, num_tiles,
+                FILTERED, TILES,
+            )  # fmt: skip
             u = uniform(tl.load(seed + row), tl.load(path + row), tl.load(position + row), purpose)
-            going = is_usable(peak) & (u * q < p)
-            rejects = is_usable(peak) & (u * q >= p)
+            going = u * q * p_total < p * q_total
+            rejects = u * q * p_total >= p * q_total  # NaN, of a draft of no distribution, is neither
         accepted += going.to(tl.int64)
     for i in range(K + 1):
         place = s * (K + 1) + i
@@ -133,15 +133,12 @@ def _residual(
     """``(p − q)⁺`` of the tokens of a tile, in fixed point. [TILE]."""
     token = tile * TILE + tl.arange(0, TILE)
     heat = tl.load(temperature + row)
-    peak = row_peak(peaks, row, num_tiles, TILES)
-    cut, cut_id = cut_of(cuts, cut_ids, row, V, FILTERED)
-    mass = row_mass(peaks, masses, row, peak, heat, cut, num_tiles, TILES)
-    p = probability(target + row * target_stride, token, peak, heat, mass, cut, cut_id, V)
-    peak = row_peak(draft_peaks, draft_row, num_tiles, TILES)
-    cut, cut_id = cut_of(draft_cuts, draft_cut_ids, draft_row, V, FILTERED)
-    mass = row_mass(draft_peaks, draft_masses, draft_row, peak, heat, cut, num_tiles, TILES)
-    q = probability(draft + draft_row * draft_stride, token, peak, heat, mass, cut, cut_id, V)
-    return (tl.maximum(p - q, 0.0) * WHOLE).to(tl.int64)
+    p, p_total = law(target, target_stride, row, token, heat, peaks, masses, cuts, cut_ids, V, num_tiles, FILTERED, TILES)
+    q, q_total = law(
+        draft, draft_stride, draft_row, token, heat, draft_peaks, draft_masses, draft_cuts, draft_cut_ids, V, num_tiles,
+        FILTERED, TILES,
+    )  # fmt: skip
+    return (tl.maximum(p * (1.0 / p_total) - q * (1.0 / q_total), 0.0) * WHOLE).to(tl.int64)
 
 
 @triton.jit
@@ -301,13 +298,14 @@ def _judge(
     residuals = torch.empty(S, num_tiles, dtype=torch.int64, device=target.device)
     statistics = [tensor for one in found for tensor in (one.peaks, one.masses, one.cuts, one.cut_ids)]
     sizes = (target.stride(0), draft.stride(0), V, num_tiles, K)
-    constants = {"FILTERED": found[0].filtered, "TILES": power_of_two(num_tiles)} | OPTIONS
+    constants = {"FILTERED": found[0].filtered, "TILES": power_of_two(num_tiles)}
+    one_warp = OPTIONS | {"num_warps": ACCEPT_WARPS}
     with device_of(target):
         accept_kernel[(S,)](
             *compared, num_drafts, own_ids, *parameters, *statistics, token_ids, num_accepted, rejected, *sizes,
-            Purpose.ACCEPT, **constants,
+            Purpose.ACCEPT, **constants, **one_warp,
         )  # fmt: skip
         if K:
             shared = (target, draft, rows, temperature, *statistics, num_accepted, rejected, residuals)
-            residual_kernel[(S, num_tiles)](*shared, *sizes, TILE=TILE, **constants)
-            redraw_kernel[(S,)](*shared, *numbers, token_ids, *sizes, Purpose.TARGET, TILE=TILE, **constants)
+            residual_kernel[(S, num_tiles)](*shared, *sizes, TILE=TILE, **constants, **OPTIONS)
+            redraw_kernel[(S,)](*shared, *numbers, token_ids, *sizes, Purpose.TARGET, TILE=TILE, **constants, **OPTIONS)

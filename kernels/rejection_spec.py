@@ -10,7 +10,7 @@ from torch import Tensor
 from refimpl.kernels import cases, reference, rejection_reference
 from refimpl.kernels.launch import dtypes_for, pointer, power_of_two
 from refimpl.kernels.philox import Purpose, uniform
-from refimpl.kernels.rejection import accept_kernel, redraw_kernel, residual_kernel, verify
+from refimpl.kernels.rejection import ACCEPT_WARPS, accept_kernel, redraw_kernel, residual_kernel, verify
 from refimpl.kernels.sampling import NUM_WARPS, TILE
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
@@ -131,7 +131,8 @@ def _compiles(capability: int) -> tuple[Compile, ...]:
         given = constants if kernel is accept_kernel else constants | {"TILE": TILE}
         signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in given}
         label, odd = kernel.__name__.removesuffix("_kernel"), frozenset({"num_tiles", "K", "purpose"})
-        found.append(Compile(kernel, signature, given, NUM_WARPS, unaligned=odd, label=label, fp_fusion=False))
+        warps = ACCEPT_WARPS if kernel is accept_kernel else NUM_WARPS
+        found.append(Compile(kernel, signature, given, warps, unaligned=odd, label=label, fp_fusion=False))
     return tuple(found)
 
 

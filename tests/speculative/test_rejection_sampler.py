@@ -169,7 +169,8 @@ def test_no_draft_is_no_speculation():
     numbers = round_uniforms(seeds, 0 * seeds, first, 3)
     plain = draw(p[:, 0], uniform(seeds, 0 * seeds, first, Purpose.TARGET))
     for kept in (0, 3):
-        verdict = verify(p[:, : kept + 1], ids[:, :kept], q[:, :kept], 0 * seeds, numbers.accept[:, :kept], numbers.draw)
+        drafts, uniforms = (ids[:, :kept], q[:, :kept], 0 * seeds), (numbers.accept[:, :kept], numbers.draw[:, : kept + 1])
+        verdict = verify(p[:, : kept + 1], *drafts, *uniforms)
         assert verdict.token_ids[:, 0].tolist() == plain.tolist()
         assert not verdict.num_accepted.any()
         assert (verdict.token_ids[:, 1:] == NO_TOKEN).all()
