@@ -234,11 +234,17 @@ def one(p, draft, q, accept=HALF, u=0.5):
         ([0.2, 0.3, 0.5], 0, [0.0, 0.5, 0.5], [0, 1]),  # q = 0 alone: p/q is infinite
         ([0.0, 1.0, 0.0], 0, [1.0, 0.0, 0.0], [1, NO_TOKEN]),
         ([0.0, 0.0, 1.0], 1, None, [2, NO_TOKEN]),
+        ([0.0, 0.5, 0.5], 0, None, [2, NO_TOKEN]),
         ([0.0, 0.0, 0.4], 2, None, [2, 1]),
     ],
 )
 def test_zeros(p, draft, q, tokens):
     assert one(p, draft, q) == tokens
+
+
+@pytest.mark.parametrize("q", [None, [0.5, 0.25, 0.25]])
+def test_what_p_forbids_is_not_accepted_by_the_number_0(q):
+    assert one([0.0, 0.5, 0.5], 0, q, accept=torch.zeros(1, 1, dtype=torch.float64)) == [2, NO_TOKEN]
 
 
 def test_where_rounding_leaves_nothing_the_token_is_drawn_from_p():
