@@ -25,14 +25,14 @@ def draw_drafts(
 ) -> tuple[Int64[Tensor, "S"], Float[Tensor, "S V"]]:
     """A token drawn from each row of a draft's logits, and what :func:`check_drafts` must be told of its law.
 
-    A row of no distribution draws what is no token, or a token that the check takes for none.
+    A row of no distribution draws a token that the check takes for none.
     """
     if by_triton(logits):
         from refimpl.kernels.sampling import sample
 
         adjusted = logits if rows.adjustments is None else adjust(at_least_float32(logits), rows.adjustments)[0]
         numbers = (rows.temperature, rows.seed, rows.path, rows.position)
-        return sample(adjusted, *numbers, purpose, **_filters(rows))[0], adjusted
+        return sample(adjusted, *numbers, purpose, **_filters(rows))[0].clamp_(min=0), adjusted
     law, _ = probabilities(logits, rows)
     return draw(law, uniform(rows.seed, rows.path, rows.position, purpose)), law
 
@@ -61,7 +61,8 @@ def check_drafts(
     if by_triton(logits):
         return _check_by_kernels(logits, rows, places, draft_ids, draft_laws, num_drafts)
     p, failures = probabilities(logits, rows)
-    p[list(failures)] = 0
+    if failures:
+        p[list(failures)] = 0
     first = places[:, 0]
     uniforms = round_uniforms(rows.seed[first], rows.path[first], rows.position[first], draft_ids.shape[1])
     return verify(p[places], draft_ids, draft_laws, num_drafts, uniforms.accept, uniforms.draw), failures
