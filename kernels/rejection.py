@@ -76,9 +76,7 @@ def accept_kernel(
     """The accepted drafts of sequence ``program_id(0)``, the target's own token behind them; whether one was rejected."""
     s = tl.program_id(0).to(tl.int64)
     own_drafts = tl.load(num_drafts + s)
-    accepted = own_drafts * 0
-    going = own_drafts == own_drafts
-    rejects = own_drafts != own_drafts
+    accepted, going, rejects = own_drafts * 0, own_drafts == own_drafts, own_drafts != own_drafts
     for i in range(K):
         row, draft_row = tl.load(rows + s * (K + 1) + i), s * K + i
         x, own = tl.load(draft_ids + draft_row), tl.load(own_ids + row)

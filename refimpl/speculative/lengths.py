@@ -9,7 +9,7 @@ and costs little more; at batch 64 it computes as much as it reads, and a K that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -78,6 +78,7 @@ class Acceptance:
         return expected
 
 
+@runtime_checkable
 class LengthChooser(Protocol):
     """What the scheduler asks (:class:`refimpl.scheduler.drafting.DraftLength`)."""
 

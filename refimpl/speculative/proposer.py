@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor
 from refimpl.outputs import SchedulerOutput
 
 
+@runtime_checkable
 class DrawDraft(Protocol):
     """Draws the drafts at one place, by the parameters of their requests."""
 
