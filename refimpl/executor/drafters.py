@@ -16,10 +16,11 @@ from refimpl.executor.round_costs import measure_rounds
 from refimpl.executor.speculation import Speculation
 from refimpl.loading.checkpoint import Checkpoint, load_model, open_checkpoint
 from refimpl.models.llama import LlamaForCausalLM
+from refimpl.scheduler.drafting import Drafting
 from refimpl.speculative.draft_model import DraftModelProposer
 from refimpl.speculative.head_files import load_head, shipped_head
 from refimpl.speculative.head_proposer import HeadProposer
-from refimpl.speculative.lengths import AdaptiveLength, FixedLength, LengthChooser
+from refimpl.speculative.lengths import AdaptiveLength, FixedLength
 from refimpl.speculative.ngram_proposer import NgramProposer
 from refimpl.speculative.proposer import Proposer
 from refimpl.speculative_config import SpeculativeConfig
@@ -117,9 +118,10 @@ def _proposer(
     return DraftModelProposer(draft, kv_cache, backend, max_num_seqs, budget)
 
 
-def make_length(config: SpeculativeConfig, args: EngineArgs, runner: ModelRunner) -> LengthChooser:
+def make_drafting(config: SpeculativeConfig, args: EngineArgs, runner: ModelRunner) -> Drafting:
     """The number of drafts a round: as asked, or adapting to costs that are measured here."""
-    most = config.num_speculative_tokens
+    assert runner.speculation is not None
+    most, longest = config.num_speculative_tokens, runner.speculation.proposer.max_len
     if not config.adaptive:
-        return FixedLength(most)
-    return AdaptiveLength(most, measure_rounds(runner, most, args.step_limits()))
+        return Drafting(FixedLength(most), longest)
+    return Drafting(AdaptiveLength(most, measure_rounds(runner, most, args.step_limits())), longest)

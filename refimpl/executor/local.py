@@ -20,7 +20,7 @@ from refimpl.executor import gpu_memory, memory, memory_advice, serving
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
-from refimpl.executor.drafters import load_draft_model, make_length, make_speculation
+from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.pending import PendingOutput
@@ -32,7 +32,7 @@ from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
-from refimpl.scheduler.drafting import DraftLength
+from refimpl.scheduler.drafting import Drafting
 from refimpl.scheduler.preemption import PreemptionCosts
 from refimpl.speculative_config import SpeculativeConfig
 
@@ -60,8 +60,7 @@ class LocalExecutor:
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
         self.preemption_costs: PreemptionCosts | None = None
-        self.draft_length: DraftLength | None = None
-        self.max_draft_len: int | None = None
+        self.drafting: Drafting | None = None
         self.num_blocks = 0
         self.memory: DeviceMemory | None = None
         """How a GPU's memory is divided."""
@@ -119,7 +118,6 @@ class LocalExecutor:
         if speculative is not None:
             self._stage = "making ready to draft"
             self.runner.speculation = make_speculation(speculative, args, checkpoint, draft, self.runner)
-            self.max_draft_len = self.runner.speculation.proposer.max_len
         self._stage = "timing a preemption"
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
@@ -129,7 +127,7 @@ class LocalExecutor:
             self.runner.capture(self.graph_sizes)
         if speculative is not None:
             self._stage = "timing a round of drafts"
-            self.draft_length = make_length(speculative, args, self.runner)
+            self.drafting = make_drafting(speculative, args, self.runner)
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""

@@ -110,9 +110,10 @@ class ModelRunner:
 
     def _read(self, hidden: Float[Tensor, "T H"], inputs: StepInputs) -> dict[int, RowExtras]:
         """What is read at positions that draw nothing."""
-        head, V = self.model.compute_logits, self.model.config.vocab_size
+        batch, model = self.input_batch, self.model
         return {
-            read.row: read_row(read, hidden, self.input_batch.token_ids, head, V) for read in self.input_batch.reads(inputs)
+            read.row: read_row(read, hidden, batch.token_ids, model.compute_logits, model.config.vocab_size)
+            for read in batch.reads(inputs)
         }
 
     def _states(self, hidden: Float[Tensor, "T H"], inputs: StepInputs) -> Float[Tensor, "R H"]:

@@ -93,7 +93,7 @@ class Speculation:
         )
         begin = time.perf_counter()
         try:
-            drafts = self.proposer.propose(rows)
+            drafts = self._sound(self.proposer.propose(rows), drafted)
             self._write(drafted, positions, drafts)
         except Exception as error:
             log.warning("the proposer %s failed; these requests go on without drafts", self.proposer.name, exc_info=error)
@@ -119,12 +119,17 @@ class Speculation:
 
         return draw_draft
 
+    def _sound(self, drafts: Drafts, drafted: DraftedRows) -> Drafts:
+        """No more drafts than planned, and none from the first on that is no token."""
+        drafts = drafts.padded(drafted.most)
+        are_tokens = (drafts.token_ids >= 0) & (drafts.token_ids < self._batch.sampling.vocab_size)
+        num = torch.minimum(torch.minimum(drafts.num, drafted.num_planned), are_tokens.long().cumprod(-1).sum(-1))
+        return replace(drafts, token_ids=drafts.token_ids.masked_fill(~are_tokens, 0), num=num)
+
     def _write(self, drafted: DraftedRows, positions: Int64[Tensor, "S"], drafts: Drafts) -> None:
         """Write what was not drawn here: n-grams, and those of one's own proposer."""
-        vocab_size = self._batch.sampling.vocab_size
-        known = drafts.token_ids.clamp(0, vocab_size - 1)  # an id of no token is refused by the check, and read by the model
-        for place in range(known.shape[1]):
-            self._write_place(drafted, positions, known[:, place], place)
+        for place in range(drafted.most):
+            self._write_place(drafted, positions, drafts.token_ids[:, place], place)
 
     def _write_place(
         self, drafted: DraftedRows, positions: Int64[Tensor, "S"], token_ids: Int64[Tensor, "S"], place: int
@@ -146,7 +151,6 @@ class Speculation:
         sampler: Sampler,
     ) -> tuple[Verdict, dict[int, str]]:
         """The verdict about a step's drafts, and the failures of logits hooks, by law."""
-        drafts = drafts.padded(drafted.most)
         laws, rows = drafted.spread_to, inputs.sampling
         numbers = (rows.seed[laws[:, 0]], rows.path[laws[:, 0]], rows.position[laws[:, 0]])
         if not self._coupled and drafts.laws is not None:

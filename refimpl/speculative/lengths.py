@@ -9,7 +9,6 @@ and costs little more; at batch 64 it computes as much as it reads, and a K that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -76,17 +75,6 @@ class Acceptance:
             run *= rate
             expected += run
         return expected
-
-
-@runtime_checkable
-class LengthChooser(Protocol):
-    """What the scheduler asks (:class:`refimpl.scheduler.drafting.DraftLength`)."""
-
-    def choose(self, num_sequences: int) -> int:
-        """Drafts for each of so many sequences."""
-
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """What became of one row's drafts."""
 
 
 class FixedLength:
