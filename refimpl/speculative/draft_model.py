@@ -99,9 +99,9 @@ class DraftModelProposer(Proposer):
             if place:
                 going_on = np.flatnonzero(num > place)
                 hidden = self._forward(rows, going_on, np.ones_like(counts), np.full_like(counts, -place))
-            token_ids, probs = rows.draw(self.model.compute_logits(hidden), place)
+            token_ids, law = rows.draw(self.model.compute_logits(hidden), place)
             drafted.append(token_ids)
-            laws.append(probs)
+            laws.append(law)
         table = torch.stack(drafted, 1) if drafted else rows.slots.new_zeros(len(counts), 0)
         return Drafts(table, to_device(torch.from_numpy(num), rows.slots.device), stacked(laws))
 
