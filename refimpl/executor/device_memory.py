@@ -151,7 +151,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
             MemoryPart("weights", self.weights, ""),
             MemoryPart("kernels and libraries", self.libraries, "" if self.measured else "not measured"),
             MemoryPart("activations, peak", self.activation_bytes, self._activations_note()),
-            MemoryPart("sampler, at most", self.sampler_bytes, f"{self.max_num_seqs:,} rows of {self.vocab_size:,} logits"),
+            MemoryPart(
+                "sampler, at most",
+                self.sampler_bytes,
+                f"{self.max_num_seqs * self.laws_a_row:,} rows of {self.vocab_size:,} logits",
+            ),
             MemoryPart("batch by slot", self.with_(max_model_len=longest).batch_bytes, slots),
             MemoryPart("CUDA graphs", self.graph_bytes, f"{self.num_graphs}" if self.num_graphs else "none"),
             MemoryPart("swapped blocks", self.staging, "on their way" if self.staging else "no swap_space"),
