@@ -85,6 +85,7 @@ class Speculation:
             slots=slots,
             planned=drafted.planned,
             lengths=lengths,
+            bounds=inputs.bounds[drafted.batch_rows] - drafted.planned,
             positions=positions,
             token_ids=self._batch.token_ids,
             block_table=self._batch.block_table,

@@ -40,6 +40,8 @@ class DraftRows:
     """The most drafts of each row; 0 for those that only draw."""
     lengths: np.ndarray
     """Tokens known of each, as the host has them: exact without overlap, else bounds."""
+    bounds: np.ndarray
+    """The same as bounds in any case: what a recorded graph lowers by itself."""
     positions: Int64[Tensor, "S"]
     """The position of each row's first draft, that is its length, exactly."""
     token_ids: Int64[Tensor, "N L"]
