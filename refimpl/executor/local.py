@@ -24,6 +24,7 @@ from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.preemption_costs import measure
+from refimpl.executor.stages import Stages
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.models.llama import LlamaForCausalLM
@@ -61,7 +62,8 @@ class LocalExecutor:
         """How a GPU's memory is divided."""
         self._closed = False
         self._process = os.getpid()
-        self._stage = "loading the weights"
+        self.stages = Stages("loading the weights")
+        """What is being made, and what each part of it took."""
         try:
             self._build(args, checkpoint, max_model_len)
         except BaseException as error:
@@ -93,24 +95,27 @@ class LocalExecutor:
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
         """Numbers of decodes for which CUDA graphs are recorded."""
-        self._stage = "measuring what a step takes"
+        self.stages.enter("measuring what a step takes")
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
         available = self._available_bytes(args, max_num_seqs)
         self.num_blocks = memory.num_blocks(args.cache_config(), config, self.dtype.itemsize, available)
         max_model_len = min(max_model_len, self.num_blocks * args.block_size)
-        self._stage = "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
+        self.stages.enter(
+            "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
+        )
         kv_cache = KVCache(config, self.num_blocks, args.block_size, self.dtype, self.device, self.num_host_blocks)
-        self._stage = "making the batch"
+        self.stages.enter("making the batch")
         slots = SamplingSlots(max_num_seqs, config.vocab_size, self.device, self.logits_hooks, args.logits_hook)
         batch = InputBatch(max_num_seqs, max_model_len, args.block_size, self.device, slots)
         self.runner = ModelRunner(self._model, kv_cache, batch, backend)
-        self._stage = "timing a preemption"
+        self.stages.enter("timing a preemption")
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
             self.preemption_costs = measure(self.runner, config, most, self.num_host_blocks)
-        self._stage = "recording CUDA graphs"
+        self.stages.enter("recording CUDA graphs")
         if self.graph_sizes:
             self.runner.capture(self.graph_sizes)
+        self.stages.end()
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
@@ -191,12 +196,12 @@ class LocalExecutor:
         """After an allocation failed and everything was given back: what was being made, and what to change."""
         if self.memory is None:
             return memory_advice.after_a_failure_on_a_cpu(
-                self._stage, free_host_memory(), self.num_blocks * self.block_bytes
+                self.stages.current, free_host_memory(), self.num_blocks * self.block_bytes
             )
         free = torch.cuda.mem_get_info(self.device)[0]
         fixed = [name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(args, name) is not None]
         device = str(self.device)
-        return memory_advice.after_a_failure(self.memory, self._stage, device, free, self.num_blocks, *fixed[:1])
+        return memory_advice.after_a_failure(self.memory, self.stages.current, device, free, self.num_blocks, *fixed[:1])
 
     @property
     def memory_parts(self) -> tuple[MemoryPart, ...]:
