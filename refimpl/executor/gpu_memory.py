@@ -7,17 +7,12 @@ import gc
 
 import torch
 
-from refimpl.attention import Setting, choose_backend
-from refimpl.cache.kv_cache import KVCache
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.executor import memory
 from refimpl.executor.cuda_graphs import DecodeGraphs
 from refimpl.executor.device_memory import DeviceMemory, Grows
-from refimpl.executor.input_batch import InputBatch
-from refimpl.executor.model_runner import ModelRunner
+from refimpl.executor.trial import trial_runner, trial_step
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
-from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_numbers import SamplingNumbers
 
 LEAST_TOKENS = 16
@@ -101,23 +96,11 @@ def step_bytes(
 ) -> int:
     """Peak bytes of a step that computes so many tokens of prompts of up to ``longest`` tokens, beside its cache."""
     lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
-    # All blocks are one: it does not matter what is read, and the cache that there will be need not fit yet.
-    runner = _runner(args, model, dtype, device, len(lengths), max(lengths) + 1)
+    runner = trial_runner(args, model, dtype, device, len(lengths), max(lengths) + 1)
     _settle(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
-    rows = tuple(range(len(lengths)))
-    runner.execute(
-        SchedulerOutput(
-            0,
-            Batch(1, rows, rows, tuple(lengths)),
-            admitted=tuple(
-                Admission(row, row, (0,) * count, count, 0, seed=0, path=row, sampling=SamplingNumbers(top_p=0.5))
-                for row, count in enumerate(lengths)
-            ),
-            new_blocks=tuple(NewBlocks(row, (1,) * -(-count // args.block_size)) for row, count in enumerate(lengths)),
-        )
-    )
+    runner.execute(trial_step(lengths, args.block_size, SamplingNumbers(top_p=0.5)))
     return int(torch.cuda.max_memory_reserved(device) - before)
 
 
@@ -138,7 +121,7 @@ def graph_bytes(
 
     The first recording of all pays for what is compiled and for the workspaces of libraries, which stay: it does not count.
     """
-    runner = _runner(args, model, dtype, device, sizes[-1], length)
+    runner = trial_runner(args, model, dtype, device, sizes[-1], length)
     step, free = runner.decode_step(sizes[-1]), []
     others = sizes[-2 :: -max(1, len(sizes) // SAMPLED_GRAPHS)]
     with torch.inference_mode():
@@ -158,16 +141,3 @@ def _settle(device: torch.device) -> None:
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-
-
-def _runner(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, num_seqs: int, length: int
-) -> ModelRunner:
-    """A runner with a cache of one block, and slots for sequences of ``length`` tokens."""
-    config = model.config
-    return ModelRunner(
-        model,
-        KVCache(config, 1, args.block_size, dtype, device),
-        InputBatch(num_seqs, length, args.block_size, device, SamplingSlots(num_seqs, config.vocab_size, device)),
-        choose_backend(args.attention_backend, Setting(config.head_dim, device, dtype, args.block_size)),
-    )

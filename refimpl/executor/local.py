@@ -16,7 +16,7 @@ from refimpl.cache.kv_cache import KVCache
 from refimpl.cache.staged_blocks import staging_bytes
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor import gpu_memory, memory, memory_advice, serving
+from refimpl.executor import gpu_memory, memory, memory_advice, serving, warm_up
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
@@ -87,6 +87,8 @@ class LocalExecutor:
         else:
             self._check_room_for_weights(checkpoint)
         self._model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
+        if self.memory is not None:
+            self.memory = gpu_memory.with_weights(self.memory, self.device)
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
@@ -95,6 +97,9 @@ class LocalExecutor:
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
         """Numbers of decodes for which CUDA graphs are recorded."""
+        self.stages.enter("compiling kernels")
+        if serving.compiles_kernels(args.attention_backend, setting):
+            warm_up.compile_kernels(args, self._model, self.dtype, self.device, self.graph_sizes)
         self.stages.enter("measuring what a step takes")
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
         available = self._available_bytes(args, max_num_seqs)
@@ -221,7 +226,6 @@ class LocalExecutor:
             enough = memory.enough_bytes(model.config, args.block_size, self.dtype.itemsize, max_num_seqs, longest)
             available = memory.cpu_cache_bytes(cache, free_host_memory())
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
-        self.memory = gpu_memory.with_weights(self.memory, self.device)
         if self.num_host_blocks:
             self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         if not self.memory.measured:

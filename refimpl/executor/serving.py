@@ -53,6 +53,13 @@ def graphs_choice(attention_backend: Any, setting: Setting, enforce_eager: bool)
     return True, "a step of decodes needs nothing from the host"
 
 
+def compiles_kernels(attention_backend: Any, setting: Setting) -> bool:
+    """Whether steps run by Triton kernels that can be compiled ahead: not if somebody's own backend takes part in them."""
+    return (
+        setting.device.type == "cuda" and isinstance(attention_backend, str) and not obstacle(setting.device, setting.dtype)
+    )
+
+
 def _attention(attention_backend: Any, setting: Setting) -> list[Served]:
     name, why = backend_choice(attention_backend, setting)
     if name != "triton" or not isinstance(attention_backend, str):
