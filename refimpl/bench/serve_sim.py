@@ -217,8 +217,12 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], shown_as: str | None = No
             while come < len(arrivals) and arrivals[come].at <= now:
                 _add(engine, str(come), arrivals[come])
                 come += 1
+            until_next = arrivals[come].at - now if come < len(arrivals) else math.inf
             if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, arrivals[come].at - now))
+                time.sleep(max(0.0, until_next))
+                continue
+            if (wait := min(engine.due_in(), until_next)) > 0:
+                time.sleep(wait)
                 continue
             outputs = engine.step()
             now = time.perf_counter() - started
