@@ -8,8 +8,8 @@ during that step: they wait for the rest of it, and for the whole next one::
     late                  plan 2           plan 3                        ├─ x ───────┼    3, or 2
 
 How long a step will take is not known, but at least how long: as long as the shortest of the last ones of decodes alone, and
-what the tokens of prompts added to it. Planned so much before that end as planning and ordering take, the next step is ordered
-before the device has nothing to do.
+what the tokens of prompts added to it. Planned so much before that end as planning and ordering take, the next step is
+ordered before the device has nothing to do.
 """
 
 from __future__ import annotations

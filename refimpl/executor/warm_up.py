@@ -43,12 +43,12 @@ def compile_kernels(
     runner = trial_runner(args, one_layer_of(model), dtype, device, most_rows, length)
     # Without room for such steps nothing is compiled ahead; what the engine says about it comes from those it needs.
     with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode(), rehearsed(device):
-        for number, (lengths, sampling) in enumerate(_steps(most_rows, length)):
-            runner.execute(trial_step(lengths, args.block_size, sampling, number))
-        if sizes:
+        if sizes:  # first: the steps below append tokens that nobody drew, and none of them may be read
             decode = runner.decode_step(sizes[-1])
             for size in {power_of_two(size): size for size in sizes}.values():
                 decode.forward(size)
+        for number, (lengths, sampling) in enumerate(_steps(most_rows, length)):
+            runner.execute(trial_step(lengths, args.block_size, sampling, number))
 
 
 def _steps(most_rows: int, length: int) -> list[tuple[list[int], SamplingNumbers]]:
@@ -57,10 +57,10 @@ def _steps(most_rows: int, length: int) -> list[tuple[list[int], SamplingNumbers
     Of the number of rows a kernel knows its power of two at most.
     """
     rows = [2**power for power in range(power_of_two(most_rows).bit_length()) if 2**power <= most_rows]
-    steps = [([min(PROMPT, length)], GREEDY), ([1], GREEDY)]
-    steps += [([min(PROMPT, length)] + [1] * (count - 1), GREEDY) for count in rows]
-    steps += [([min(short, length)] + [1] * (count - 1), GREEDY) for count in rows for short in SHORT_PROMPTS]
-    steps += [([min(PROMPT, length)] * count, sampling) for sampling in DRAWN for count in (1, min(2, most_rows))]
+    prompts = [min(count, length - 1) for count in (PROMPT, *SHORT_PROMPTS)]  # a token is appended
+    steps = [([1], GREEDY)]
+    steps += [([prompt] + [1] * (count - 1), GREEDY) for count in rows for prompt in prompts]
+    steps += [([prompts[0]] * count, sampling) for sampling in DRAWN for count in (1, min(2, most_rows))]
     return steps
 
 
