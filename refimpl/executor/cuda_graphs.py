@@ -24,6 +24,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -121,29 +122,36 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class DecodeGraphs:
-    """Recordings of one decode step for each of ``sizes``, which rise."""
+class Step(Protocol):
+    """What is recorded: work of the device alone, on numbers at a fixed place."""
 
-    def __init__(self, step: DecodeStep, sizes: list[int]) -> None:
+    device: torch.device
+
+    def forward(self, size: int) -> Tensor:
+        """Compute the step for a size; the result."""
+
+
+StepT = TypeVar("StepT", bound=Step)
+
+
+class Recordings(Generic[StepT]):
+    """Recordings of one step for each of ``sizes``, which rise. Others that share their ``pool`` run at other times."""
+
+    def __init__(self, step: StepT, sizes: list[int], pool: Any = None) -> None:
         self._process = os.getpid()
-        self._step = step
+        self.step = step
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         gc.collect()  # an engine that is collected during a recording would ask the GPU to wait, which ends the recording
         for size in reversed(sizes):
             self.record(size)
 
-    def serves(self, inputs: StepInputs) -> bool:
-        """Whether a step is one of decodes alone (or of last tokens of prompts), and not too large."""
-        return inputs.one_token_each and len(inputs.row_slots) <= self.sizes[-1]
-
-    def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
-        """Hidden states of the rows' last tokens. The next replay, of any size, may overwrite them."""
-        self._step.write(slots, contexts)
-        graph, hidden = self._graphs[self.sizes[bisect.bisect_left(self.sizes, len(slots))]]
+    def run(self, place: int) -> Tensor:
+        """Replay the recording of one of the sizes, by its place among them; the result lies where it always does."""
+        graph, result = self._graphs[self.sizes[place]]
         graph.replay()
-        return hidden[: len(slots)]
+        return result
 
     def release(self) -> None:
         """Give the memory back that lies between the kernels."""
@@ -158,15 +166,15 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> None:
         # Before it is recorded a kernel must be compiled and a library's workspace taken, which a recording cannot hold.
-        current, beside = torch.cuda.current_stream(self._step.device), _stream_beside(self._step.device)
+        current, beside = torch.cuda.current_stream(self.step.device), _stream_beside(self.step.device)
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
-            self._step.forward(size)
+            self.step.forward(size)
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # What other threads ask of the GPU meanwhile, as another engine does, is no part of this, and no mistake.
-        with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"):
-            hidden = self._step.forward(size)
+        with torch.cuda.graph(graph, pool=self.pool, stream=beside, capture_error_mode="thread_local"):
+            hidden = self.step.forward(size)
         self._graphs[size] = graph, hidden
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
@@ -174,3 +182,16 @@ class DecodeGraphs:
         if getpid() != self._process:
             for graph, _ in self._graphs.values():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+
+
+class DecodeGraphs(Recordings[DecodeStep]):
+    """Recordings of one decode step for each of ``sizes``, numbers of rows."""
+
+    def serves(self, inputs: StepInputs) -> bool:
+        """Whether a step is one of decodes alone (or of last tokens of prompts), and not too large."""
+        return inputs.one_token_each and len(inputs.row_slots) <= self.sizes[-1]
+
+    def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
+        """Hidden states of the rows' last tokens. The next replay, of any size, may overwrite them."""
+        self.step.write(slots, contexts)
+        return self.run(bisect.bisect_left(self.sizes, len(slots)))[: len(slots)]

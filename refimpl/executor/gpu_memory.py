@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 
 import torch
 
@@ -11,6 +12,7 @@ from refimpl.config import EngineArgs, ModelConfig
 from refimpl.executor import memory
 from refimpl.executor.cuda_graphs import DecodeGraphs
 from refimpl.executor.device_memory import DeviceMemory, Grows
+from refimpl.executor.mixed_graphs import MixedGraphs
 from refimpl.executor.trial import trial_runner, trial_step
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.sampling_numbers import SamplingNumbers
@@ -58,13 +60,18 @@ def measured(
     dtype: torch.dtype,
     device: torch.device,
     sizes: list[int],
+    token_sizes: list[int],
 ) -> DeviceMemory:
-    """The sums with what steps take, and CUDA graphs of ``sizes``, if there are any. Both are run, and given back."""
+    """The sums with what steps take, and CUDA graphs of ``sizes`` and ``token_sizes``, if there are any.
+
+    Both are run, and given back.
+    """
     activations = _activations(loaded, args, model, dtype, device)
-    found = loaded.with_(activations=activations, graphs=bool(sizes))
+    found = loaded.with_(activations=activations, graphs=bool(sizes), mixed_graphs=bool(token_sizes))
     if sizes:
-        pool, each = _graphs_or_more_than_is_free(args, model, dtype, device, sizes, loaded.max_model_len)
-        found = found.with_(graph_pool=Grows(each=pool / sizes[-1]), graph_each=each)
+        recorded = sizes, token_sizes, loaded.max_model_len
+        mixed, pool, each = _graphs_or_more_than_is_free(args, model, dtype, device, *recorded)
+        found = found.with_(graph_pool=Grows(fixed=mixed, each=pool / sizes[-1]), graph_each=each)
     _settle(device)
     free, total = torch.cuda.mem_get_info(device)
     return found.with_(libraries=max(0, total - free - found.taken - found.weights))
@@ -105,21 +112,34 @@ def step_bytes(
 
 
 def _graphs_or_more_than_is_free(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
-) -> tuple[int, int]:
-    """Bytes of the largest CUDA graph and of each further one; where they find no room, more than there is."""
+    args: EngineArgs,
+    model: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
+    token_sizes: list[int],
+    length: int,
+) -> tuple[int, int, int]:
+    """Bytes of the largest CUDA graphs and of each further one; where they find no room, more than there is."""
     with contextlib.suppress(torch.OutOfMemoryError):
-        return graph_bytes(args, model, dtype, device, sizes, length)
+        return graph_bytes(args, model, dtype, device, sizes, token_sizes, length)
     _settle(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + 1, 0
+    return 0, int(torch.cuda.mem_get_info(device)[0]) + 1, 0
 
 
 def graph_bytes(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
-) -> tuple[int, int]:
-    """Bytes that the largest CUDA graph takes, and each further one, for contexts of up to ``length`` tokens.
+    args: EngineArgs,
+    model: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
+    token_sizes: list[int],
+    length: int,
+) -> tuple[int, int, int]:
+    """Bytes of the largest mixed CUDA graph, of the largest of decodes beside it, and of each further one.
 
-    The first recording of all pays for what is compiled and for the workspaces of libraries, which stay: it does not count.
+    ``length`` bounds the contexts. The first recording of all pays for what is compiled and for the workspaces of libraries,
+    which stay: it does not count.
     """
     runner = trial_runner(args, model, dtype, device, sizes[-1], length)
     step, free = runner.decode_step(sizes[-1]), []
@@ -127,13 +147,20 @@ def graph_bytes(
     with torch.inference_mode():
         DecodeGraphs(step, sizes[:2][-1:]).release()  # two rows: one alone asks no library
         graphs = DecodeGraphs(step, [])
-        for recorded in ([], sizes[-1:], others):
+        mixed = None
+        if token_sizes:
+            mixed = MixedGraphs(runner.mixed_step(sizes[-1], token_sizes[-1]), [], graphs.pool)
+        for recordings, recorded in ((mixed, []), (mixed, token_sizes[-1:]), (graphs, sizes[-1:]), (graphs, others)):
             for size in recorded:
-                graphs.record(size)
+                assert recordings is not None, "there are sizes of it"
+                recordings.record(size)
             _settle(device)
             free.append(torch.cuda.mem_get_info(device)[0])
-    graphs.release()
-    return max(0, free[0] - free[1]), -(-max(0, free[1] - free[2]) // max(1, len(others)))
+    for used in (graphs, mixed):
+        if used is not None:
+            used.release()
+    took = [max(0, before - after) for before, after in itertools.pairwise(free)]
+    return took[0], took[1], -(-took[2] // max(1, len(others)))
 
 
 def _settle(device: torch.device) -> None:

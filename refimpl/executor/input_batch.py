@@ -47,6 +47,8 @@ class StepInputs:
     """How far each row's sequence is computed after the step, drafts included."""
     exact: bool
     """Whether ``contexts`` are; else they are bounds, which the device lowers."""
+    query_lens: np.ndarray
+    """How many tokens of each row are computed."""
     one_token_each: bool
     drawing: list[int]
     """Rows of the batch that have caught up with their last token, and draw the next."""
@@ -198,6 +200,7 @@ class InputBatch:
             row_slots=rows.slots,
             contexts=contexts,
             exact=exact,
+            query_lens=rows.counts,
             one_token_each=rows.one_token_each,
             drawing=drawing.rows,
             last_tokens=drawing.last_tokens,

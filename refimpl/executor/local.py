@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from refimpl.attention import Setting, choose_backend
+from refimpl.attention.backend import RecordsPrompts
 from refimpl.cache.kv_cache import KVCache
 from refimpl.cache.staged_blocks import staging_bytes
 from refimpl.config import GIB, EngineArgs
@@ -22,6 +23,7 @@ from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_
 from refimpl.executor.device_memory import DeviceMemory
 from refimpl.executor.drafters import load_draft_model, make_length, make_speculation
 from refimpl.executor.input_batch import InputBatch
+from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
@@ -108,9 +110,12 @@ class LocalExecutor:
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
         """Numbers of decodes for which CUDA graphs are recorded."""
+        prompts_too = in_graphs and isinstance(backend, RecordsPrompts) and backend.prompts_on_device
+        self.token_sizes = mixed_sizes(max_num_batched_tokens) if prompts_too else []
+        """The same for steps with prompts: numbers of tokens."""
         self.stages.enter("compiling kernels")
         if serving.compiles_kernels(args.attention_backend, setting):
-            warm_up.compile_kernels(args, self._model, self.dtype, self.device, self.graph_sizes)
+            warm_up.compile_kernels(args, self._model, self.dtype, self.device, self.graph_sizes, self.token_sizes)
         self.stages.enter("measuring what a step takes")
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
         available = self._available_bytes(args, max_num_seqs)
@@ -135,7 +140,7 @@ class LocalExecutor:
             self.preemption_costs = measure(self.runner, config, most, self.num_host_blocks)
         self.stages.enter("recording CUDA graphs")
         if self.graph_sizes:
-            self.runner.capture(self.graph_sizes)
+            self.runner.capture(self.graph_sizes, self.token_sizes)
         if speculative is not None:
             self.stages.enter("timing a round of drafts")
             self.draft_length = make_length(speculative, args, self.runner)
@@ -195,8 +200,7 @@ class LocalExecutor:
         """Give back what has been made so far."""
         runner: ModelRunner | None = self.__dict__.pop("runner", None)
         if runner is not None:
-            if runner.graphs is not None:
-                runner.graphs.release()
+            runner.release_graphs()
             runner.kv_cache.release()
             if runner.speculation is not None:
                 runner.speculation.proposer.release()
@@ -252,7 +256,8 @@ class LocalExecutor:
             self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         if not self.memory.measured:
             return 0  # the options say it all
-        self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, self.graph_sizes)
+        sizes = self.graph_sizes, self.token_sizes
+        self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, *sizes)
         memory_advice.check_room(self.memory, str(self.device), args.max_model_len)
         return min(self.memory.left, self.memory.enough)
 

@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refimpl.attention.backend import AttentionBackend
+from refimpl.attention.backend import AttentionBackend, RecordsPrompts
 from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep
 from refimpl.executor.drafted_rows import DraftedRows
 from refimpl.executor.input_batch import InputBatch, StepInputs
+from refimpl.executor.mixed_graphs import MixedGraphs, MixedStep
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.readout import read_row
@@ -42,17 +43,34 @@ class ModelRunner:
         self.sampler = Sampler()
         self.graphs: DecodeGraphs | None = None
         """Recorded steps of decodes alone; on a GPU, once they are captured."""
+        self.mixed_graphs: MixedGraphs | None = None
+        """Recorded steps of decodes and prompts, likewise."""
         self.speculation: Speculation | None = None
         """Who drafts tokens for steps with drafts, and checks them."""
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int]) -> None:
-        """Record CUDA graphs for decode steps of up to so many sequences each."""
-        self.graphs = DecodeGraphs(self.decode_step(sizes[-1]), sizes)
+    def capture(self, sizes: list[int], token_sizes: list[int]) -> None:
+        """Record CUDA graphs: for decode steps of up to so many sequences each, for mixed ones of so many tokens each."""
+        pool = None
+        if token_sizes:  # first: they are the larger ones
+            self.mixed_graphs = MixedGraphs(self.mixed_step(sizes[-1], token_sizes[-1]), token_sizes)
+            pool = self.mixed_graphs.pool
+        self.graphs = DecodeGraphs(self.decode_step(sizes[-1]), sizes, pool)
 
     def decode_step(self, most_rows: int) -> DecodeStep:
         """A decode of up to so many sequences, to be recorded."""
         return DecodeStep(self.model, self.kv_cache, self.input_batch, self.backend, most_rows)
+
+    def mixed_step(self, most_rows: int, most_tokens: int) -> MixedStep:
+        """A step of prompts and decodes, to be recorded."""
+        assert isinstance(self.backend, RecordsPrompts)
+        return MixedStep(self.model, self.kv_cache, self.input_batch, self.backend, most_rows, most_tokens)
+
+    def release_graphs(self) -> None:
+        """Give the recordings' memory back."""
+        for graphs in (self.graphs, self.mixed_graphs):
+            if graphs is not None:
+                graphs.release()
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, draw its tokens, and wait for them."""
@@ -121,9 +139,11 @@ class ModelRunner:
         return states if inputs.logits_row is None else states[inputs.logits_row]
 
     def _hidden(self, inputs: StepInputs) -> Float[Tensor, "T H"]:
-        """The model's hidden states: a step of decodes alone by a recorded graph, where there is one."""
+        """The model's hidden states, by a recorded graph where there is one for the step."""
         if self.graphs is not None and self.graphs.serves(inputs):
             return self.graphs.replay(inputs.row_slots, inputs.contexts)
+        if self.mixed_graphs is not None and self.speculation is None and self.mixed_graphs.serves(inputs):
+            return self.mixed_graphs.replay(inputs)
         tokens = self.input_batch.model_inputs(inputs)
         attention = self.backend.begin_step(tokens.attention)
         hidden: Tensor = self.model(tokens.input_ids, tokens.positions, self.kv_cache.layers, attention)

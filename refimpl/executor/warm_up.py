@@ -1,7 +1,7 @@
 """Have every kernel compiled that serving will ask for, before the first request waits for one.
 
 One layer of the model goes through steps of every kind once (see :mod:`refimpl.kernels.rehearsal`: nothing is computed):
-decodes of every number of rows that a graph is recorded for, prompts, prompts of so few tokens that they are served with the
+those that graphs are recorded for, prompts, prompts of so few tokens that they are served with the
 decodes, and drawing with filters and penalties.
 """
 
@@ -33,9 +33,17 @@ DRAWN = (
 
 
 def compile_kernels(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int]
+    args: EngineArgs,
+    model: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
+    token_sizes: list[int],
 ) -> None:
-    """Compile what steps of this model ask for on this GPU; ``sizes`` are the numbers of rows of recorded graphs."""
+    """Compile what steps of this model ask for on this GPU.
+
+    ``sizes`` are the numbers of rows, and ``token_sizes`` those of tokens, for which graphs are recorded.
+    """
     from refimpl.kernels.rehearsal import rehearsed
 
     most_rows, _ = args.step_limits()
@@ -47,20 +55,27 @@ def compile_kernels(
             decode = runner.decode_step(sizes[-1])
             for size in {power_of_two(size): size for size in sizes}.values():
                 decode.forward(size)
-        for number, (lengths, sampling) in enumerate(_steps(most_rows, length)):
+        if token_sizes:
+            mixed = runner.mixed_step(sizes[-1], token_sizes[-1])
+            for size in {power_of_two(mixed.rows_of(size) + 1): size for size in token_sizes}.values():
+                mixed.forward(size)
+        short_beside_few = bool(token_sizes) and args.speculative_config is None
+        for number, (lengths, sampling) in enumerate(_steps(most_rows, length, short_beside_few)):
             runner.execute(trial_step(lengths, args.block_size, sampling, number))
 
 
-def _steps(most_rows: int, length: int) -> list[tuple[list[int], SamplingNumbers]]:
+def _steps(most_rows: int, length: int, short_beside_few: bool) -> list[tuple[list[int], SamplingNumbers]]:
     """Lengths of the prompts of each step, and how their tokens are drawn.
 
-    Of the number of rows a kernel knows its power of two at most.
+    Of the number of rows a kernel knows its power of two at most. With ``short_beside_few`` short prompts come beside one
+    decode only: graphs hold the other steps that have them.
     """
     rows = [2**power for power in range(power_of_two(most_rows).bit_length()) if 2**power <= most_rows]
-    prompts = [min(count, length - 1) for count in (PROMPT, *SHORT_PROMPTS)]  # a token is appended
+    prompt, *short = (min(count, length - 1) for count in (PROMPT, *SHORT_PROMPTS))  # a token is appended
     steps = [([1], GREEDY)]
-    steps += [([prompt] + [1] * (count - 1), GREEDY) for count in rows for prompt in prompts]
-    steps += [([prompts[0]] * count, sampling) for sampling in DRAWN for count in (1, min(2, most_rows))]
+    steps += [([prompt] + [1] * (count - 1), GREEDY) for count in rows]
+    steps += [([one] + [1] * (count - 1), GREEDY) for count in (rows[:2] if short_beside_few else rows) for one in short]
+    steps += [([prompt] * count, sampling) for sampling in DRAWN for count in rows[:2]]
     return steps
 
 
