@@ -84,8 +84,8 @@ class LocalExecutor:
         reads = asynchronous and self.device.type == "cuda"
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
 
-    def _build(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
-        """Model, cache and runner, in this order: the cache takes what the rest leaves."""
+    def _load(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
+        """The weights, and those of a draft model."""
         config = checkpoint.config
         if self.device.type == "cuda":
             self.memory = gpu_memory.before_loading(args, config, self.dtype, self.device)
@@ -95,8 +95,6 @@ class LocalExecutor:
         else:
             self._check_room_for_weights(checkpoint)
         self._model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
-        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
-        backend = choose_backend(args.attention_backend, setting)
         speculative: SpeculativeConfig | None = args.speculative_config
         draft = self._draft = load_draft_model(speculative, args, checkpoint, self.dtype, self.device, max_model_len)
         if draft is not None:
@@ -104,6 +102,14 @@ class LocalExecutor:
             self.block_bytes += memory.block_bytes(draft.config, args.block_size, self.dtype.itemsize)
         if self.memory is not None:
             self.memory = gpu_memory.with_weights(self.memory, self.device).with_(block_bytes=self.block_bytes)
+
+    def _build(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
+        """Model, cache and runner, in this order: the cache takes what the rest leaves."""
+        config = checkpoint.config
+        self._load(args, checkpoint, max_model_len)
+        speculative, draft = args.speculative_config, self._draft
+        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
+        backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
         served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, max_num_seqs)
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
