@@ -1,9 +1,14 @@
 """When the next step is planned: late, but before the device has nothing to do."""
 
+import threading
+
 import pytest
 
+from refimpl import EngineArgs, SamplingParams
+from refimpl.engine import Engine
 from refimpl.outputs import Batch
 from refimpl.step_pace import LEAD, REMEMBERED, StepPace
+from refimpl.step_thread import StepThread
 
 
 class Device:
@@ -81,3 +86,26 @@ def test_a_step_that_was_ordered_late_begins_when_it_was_ordered():
     device.now += 5.0
     device.order()
     assert device.pace.due_in() == pytest.approx(0.010 - LEAD)
+
+
+def test_who_comes_while_a_step_can_wait_is_served_before_it():
+    engine = Engine(EngineArgs.from_options({"model": "tiny"}))
+    happened, waits, step = [], [10.0], engine.step
+    engine.due_in = lambda: waits[-1]
+    engine.step = lambda **options: happened.append("step") or step(**options)
+    thread = StepThread(engine)
+    try:
+        ended = threading.Event()
+        thread.call(lambda: engine.add_request("one", [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))).result(10)
+
+        def come():
+            happened.append("came")
+            waits.append(0.0)
+
+        thread.call(come).result(10)
+        while thread.call(engine.has_unfinished_requests).result(10):
+            ended.wait(0.001)
+    finally:
+        thread.close()
+    assert happened[:2] == ["came", "step"]
+    assert happened.count("came") == 1

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from refimpl.attention import Setting, choose_backend
-from refimpl.attention.backend import RecordsPrompts
 from refimpl.cache.kv_cache import KVCache
 from refimpl.cache.staged_blocks import staging_bytes
 from refimpl.config import GIB, EngineArgs
@@ -111,14 +110,14 @@ class LocalExecutor:
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
-        served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, max_num_seqs)
+        served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, args.step_limits())
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
         """Numbers of decodes for which CUDA graphs are recorded."""
-        prompts_too = in_graphs and isinstance(backend, RecordsPrompts) and backend.prompts_on_device
-        self.token_sizes = mixed_sizes(max_num_batched_tokens) if prompts_too else []
-        """The same for steps with prompts: numbers of tokens."""
+        prompts_too, _ = serving.mixed_graphs_choice(args.attention_backend, setting, args.enforce_eager)
+        self.token_sizes = mixed_sizes(max_num_batched_tokens) if prompts_too and speculative is None else []
+        """The same for steps with prompts, but not beside drafts: numbers of tokens."""
         self.stages.enter("compiling kernels")
         if serving.compiles_kernels(args.attention_backend, setting):
             warm_up.compile_kernels(args, self._model, self.dtype, self.device, self.graph_sizes, self.token_sizes)
