@@ -23,12 +23,13 @@ def serve_sim_table(result: dict[str, Any]) -> str:
         "| arrivals a second | engine | output tokens/s | time to the first token | per output token | widest gap |\n"
         "|---|---|---|---|---|---|\n"
     )
-    good = ", ".join(
-        f"{row['goodput']['share']:.0%} of {name}" for name, row in result["results"].items() if "not_measured" not in row
-    )
-    limits = next(row["goodput"] for row in result["results"].values() if "goodput" in row)
+    measured = {name: row["goodput"] for name, row in result["results"].items() if "goodput" in row}
+    if not measured:
+        return head + rows
+    limits = next(iter(measured.values()))
     kept = f"first token within {1e3 * limits['ttft']:,.0f} ms and {1e3 * limits['tpot']:,.0f} ms a token"
-    return f"{head}{rows}\nThe {kept}: {good}.\n"
+    shown = ", ".join(f"{good['share']:.0%} of {name}" for name, good in measured.items())
+    return f"{head}{rows}\nRequests with the {kept}: {shown}.\n"
 
 
 def _milliseconds(percentiles: dict[str, float]) -> str:
