@@ -10,12 +10,13 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from refimpl.bench import compilations, idle, report, serve_sim, startup, startup_run
+from refimpl.bench import compilations, idle, kernels, offline, report, serve_sim, startup, startup_run
 from refimpl.bench.arrivals import arrival_times
 from refimpl.bench.commands import bench
 from refimpl.bench.idle import Work
 from refimpl.bench.measured import SECONDS, SEED
 from refimpl.bench.request_times import RequestTimes, goodput, percentiles, summary
+from refimpl.bench.result import Result, check
 from refimpl.bench.serve_sim import Arrival, Pattern
 from refimpl.engine import Engine, EngineArgs
 from refimpl.errors import ConfigError, RefimplError
@@ -237,3 +238,28 @@ def test_idle_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(idle.torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="bench idle needs a GPU"):
         idle.run(TINY)
+
+
+def test_all_results_of_a_gpu_are_made_whatever_one_of_them_says(monkeypatch, tmp_path):
+    called = []
+
+    def result_of(topic, ok):
+        def run(*arguments, **options):
+            called.append((topic, options.get("timeline")))
+            return Result(topic, {"hardware": "one GPU", "date": "today"}, {}, [check("bound", float(ok), ">=", 1)])
+
+        return run
+
+    modules = {"startup": startup, "kernels": kernels, "offline": offline, "serve_sim": serve_sim, "idle": idle}
+    for topic, module in modules.items():
+        monkeypatch.setattr(module, "run", result_of(topic, ok=topic != "kernels"))
+    found = CliRunner().invoke(bench, ["gpu", "--dtype", "bfloat16", "--json", "--save", str(tmp_path)])
+    assert found.exit_code == 1, "a check failed"
+    assert called == [
+        ("startup", None),
+        ("kernels", None),
+        ("offline", None),
+        ("serve_sim", None),
+        ("idle", tmp_path / "idle-timeline.json.gz"),
+    ]
+    assert len(list(tmp_path.iterdir())) == 5
