@@ -113,5 +113,5 @@ def check_choices(args: EngineArgs) -> tuple[list[Finding], Any, Any]:
     setting = Setting(head_dim=0, block_size=args.block_size, **known)  # the model, and so its head size, is not looked at
     name, reason = backend_choice(args.attention_backend, setting)
     findings.append(Finding("choices", "attention", name, advice=reason))
-    served = who_serves(args.attention_backend, setting, args.enforce_eager, args.step_limits()[0])
+    served = who_serves(args.attention_backend, setting, args.enforce_eager, args.step_limits())
     return [*findings, *(Finding("choices", one.operation, one.by, advice=one.why) for one in served)], device, dtype

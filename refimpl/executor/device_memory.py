@@ -15,6 +15,7 @@ import msgspec
 from refimpl.config import GIB
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.memory import ENOUGH
+from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.memory_report import MemoryPart, SettingChange
 
 LOGITS_COPIES = 9
@@ -53,7 +54,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     activations: Grows = Grows()
     """Of a step, by its tokens."""
     graph_pool: Grows = Grows()
-    """What lies between the kernels of the largest CUDA graph, and its recording, by its rows."""
+    """What lies between the kernels of the largest CUDA graphs, and their recordings: that of a step with prompts, which is
+    fixed, and what one of decodes takes beside it, by its rows."""
     graph_each: int = 0
     """Of each further graph."""
     staging: int = 0
@@ -69,6 +71,9 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     laws_a_row: int = 1
     """Rows of logits of each sequence: one, and one for each draft."""
     graphs: bool = False
+    """Whether CUDA graphs of decodes are recorded."""
+    mixed_graphs: bool = False
+    """Whether the same are of steps with prompts."""
     measured: bool = True
     """Whether a step was run to see what it needs; it is not where options fix the cache's size."""
 
@@ -95,7 +100,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_graphs(self) -> int:
         """CUDA graphs that are recorded."""
-        return len(graph_sizes(self.max_num_seqs)) if self.graphs else 0
+        mixed = len(mixed_sizes(self.max_num_batched_tokens)) if self.mixed_graphs else 0
+        return len(graph_sizes(self.max_num_seqs)) + mixed if self.graphs else 0
 
     @property
     def graph_bytes(self) -> int:
