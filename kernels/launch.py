@@ -16,6 +16,7 @@ TRITON_NAMES = {
     torch.bfloat16: "bf16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 """How Triton's signatures name a dtype."""
 
@@ -38,6 +39,16 @@ def power_of_two(size: int) -> int:
 def dtypes_for(capability: int) -> tuple[torch.dtype, ...]:
     """The 16-bit dtypes that a target computes in; float32 it always does."""
     return (torch.float16,) if capability < 80 else (torch.bfloat16, torch.float16)
+
+
+def overlap(device: torch.device) -> tuple[bool, dict[str, bool]]:
+    """Whether a kernel may begin while the one before it ends (programmatic dependent launch), and its launch's option.
+
+    Such a kernel waits (``gdc_wait``) before it reads what another has written, or writes anything; what it asks for
+    earlier, weights, is under way by then. It also lets the next one begin (``gdc_launch_dependents``), which waits in turn.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return able, {"launch_pdl": True} if able else {}
 
 
 def check_last_axis(**tensors: Tensor) -> None:
