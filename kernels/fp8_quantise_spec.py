@@ -171,7 +171,8 @@ SPECS = (
     ),
     _spec(
         *("add_rms_norm_quantise", "x + residual, and its norm to e4m3", "H", _added),
-        *(partial(_norm_case, add=True), partial(_norm_compiles, add=True), 3, 2, ("values", "scales", "new_residual")),
+        *(partial(_norm_case, add=True), partial(_norm_compiles, add=True), 3, 2),
+        outputs=("values", "scales", "new_residual"),
     ),
     _spec(
         *("silu_mul_quantise", "silu(gate) · up, to e4m3", "I", reference.silu_mul, _silu_case, _silu_compiles, 1, 2),

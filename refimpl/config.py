@@ -25,6 +25,7 @@ ONE_OF = {
     "preemption_mode": ("auto", "swap", "recompute"),
 }
 """Options that are one of a few names."""
+QUANTIZATIONS = ("fp8",)
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash_attn")
 
 
@@ -51,11 +52,25 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the model, tied embeddings counted once."""
-        q_and_o = 2 * self.hidden_size * self.num_attention_heads * self.head_dim
-        k_and_v = 2 * self.hidden_size * self.num_key_value_heads * self.head_dim
-        layer = q_and_o + k_and_v + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        layer = sum(outputs * inputs for outputs, inputs in self.layer_matrices)
+        return self.num_hidden_layers * layer + self.num_outside_matrices
+
+    @property
+    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of each matrix of a layer: Q, K and V; attention's output; gate and up; down."""
+        q_size, kv_size = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return (
+            (q_size + 2 * kv_size, self.hidden_size),
+            (self.hidden_size, q_size),
+            (2 * self.intermediate_size, self.hidden_size),
+            (self.hidden_size, self.intermediate_size),
+        )
+
+    @property
+    def num_outside_matrices(self) -> int:
+        """Weights that are in none of them: embeddings, output head, norms."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * layer + embeddings + self.hidden_size
+        return embeddings + (2 * self.num_hidden_layers + 1) * self.hidden_size
 
     def context_limit(self, asked: int | None = None) -> int:
         """Most tokens of a context, the stretch of its rotary embedding counted (:meth:`RopeConfig.context_limit`)."""
@@ -118,6 +133,9 @@ class EngineArgs:
     model: Any = _option("smollm2", "A folder or GGUF file, ORG/NAME on the Hub, 'tiny', or 'smollm2' (the default).")
     load_format: str = _option("auto", "auto (by the file) or dummy (random, seeded weights in the model's shape).")
     dtype: str = _option("auto", f"{', '.join(DTYPES)}. auto: bfloat16 where the device computes in it, else float16/32.")
+    quantization: str | None = _option(
+        None, "fp8: the layers' matrices in FP8, quantised as they are loaded; default: all weights in dtype."
+    )
     device: str = _option("auto", "auto, cpu or cuda (cuda:1, …).")
     seed: int = _option(0, "Mixed with the arrival number of each request that has no seed of its own.")
     block_size: int = _option(16, "Token slots in one block of the KV cache.")
@@ -192,6 +210,10 @@ class EngineArgs:
         for name, allowed in ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization is {self.quantization!r}; it must be {', '.join(QUANTIZATIONS)}, or None (weights in dtype)"
+            )
         if self.logits_hook is not None and not callable(self.logits_hook):
             raise ConfigError(f"logits_hook is {self.logits_hook!r}; it must be None or a callable (token_ids, logits)")
         self._check_backend()

@@ -180,7 +180,10 @@ def test_the_choice_is_told_once(caplog):
 
 
 def served(backend, setting, enforce_eager=False):
-    return {one.operation: one[1:] for one in who_serves(backend, setting, enforce_eager, 256)}
+    return {
+        one.operation: one[1:]
+        for one in who_serves(EngineArgs(attention_backend=backend, enforce_eager=enforce_eager), setting)
+    }
 
 
 def test_every_operation_is_told_with_who_serves_it_on_a_gpu(gpu):
