@@ -1,16 +1,16 @@
-"""``y = x Wᵀ`` by FP8 weights for a few tokens: half the bytes of a decode step, and the same reading of them.
+"""``y = x Wᵀ`` by FP8 weights for a few tokens: half the bytes of a decode step in 16 bits, read as it reads them.
 
 Weights have a scale for each output channel, activations one for each token (:mod:`refimpl.kernels.fp8_quantise`), so both
 leave the sum and are multiplied in at its end::
 
     y[t, o] = scales[t] · weight_scales[o] · Σ values[t, i] · weight[o, i]          values, weight in e4m3
 
-One token is bound by memory and by how soon it is under way: as in :mod:`refimpl.kernels.linear`, ROWS outputs a program,
-each weight from memory to the register where it is used. A program asks for its first weights before it waits for the kernel
-that makes its activations (programmatic dependent launch, from sm_90 on): weights are there since the model was loaded.
-With ``GATED`` the rows are those of SwiGLU's two matrices (Shazeer 2020); what is written is ``silu(gate) · up``.
+One token is bound by memory and by how soon it is under way: as in :mod:`refimpl.kernels.linear`, a few rows of weights a
+program, each weight from memory to the register where it is used. A program asks for its first weights before it waits for
+the kernel that makes its activations (:mod:`refimpl.kernels.overlap`). With ``GATED`` the rows are pairs of SwiGLU's two
+matrices (Shazeer 2020), and what is written is ``silu(gate) · up``.
 
-Several tokens go through tensor cores, the weight as the taller side, since its side of a product is 64 at least::
+Several tokens go through tensor cores, the weight as the taller side::
 
     weight [ROWS, COLUMNS] · (values [TOKENS, COLUMNS])ᵀ  added up over COLUMNS  ─►  [ROWS, TOKENS]
 """
@@ -18,25 +18,60 @@ Several tokens go through tensor cores, the weight as the taller side, since its
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from refimpl.kernels import cases, reference
-from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, overlap, pointer
+from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer
+from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping, prefetch
 from refimpl.kernels.spec import WITHOUT_FP8, Case, Compile, KernelSpec, Shape, Tolerance
 
 MOST_TOKENS = 16
 """Beyond so many, a library's product is as fast."""
-ONE_TOKEN = {False: (8, 1024, 4), True: (4, 1024, 4)}
-"""(ROWS, COLUMNS, warps) for one token, by ``GATED``."""
-FEW_TOKENS = (64, 256, 4)
-"""(ROWS, COLUMNS, warps) for up to TOKENS tokens."""
+
+
+class Tiles(NamedTuple):
+    """How a product is cut."""
+
+    rows: int
+    """Of weights a program; with ``GATED`` they are pairs, of gate and of up."""
+    columns: int
+    num_warps: int
+    num_stages: int
+    ahead: int
+    """Weights of each row that are asked for while the kernel before still runs."""
+
+
+ONE_TOKEN = Tiles(4, 2048, 4, 2, 2048)
+FEW_TOKENS = Tiles(64, 256, 4, 4, 1024)
 TOKENS = 16
-STAGES = 4
+"""That a tile of several has room for."""
+
+
+@triton.jit
+def _rows_of(out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Which rows of the weight are this program's, and which of them exist. [ROWS] each.
+
+    With ``GATED`` the matrix has twice ``out_features`` rows, gate's first; a program takes pairs, side by side.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if GATED:
+        inside = row // 2 < out_features
+        row = row // 2 + row % 2 * out_features
+    else:
+        inside = row < out_features
+    return tl.where(inside, row, 0), inside
+
+
+@triton.jit
+def _ask_for(rows: tl.tensor, in_features: tl.tensor, AHEAD: tl.constexpr) -> None:
+    """Have the first ``AHEAD`` bytes of each row brought to the second-level cache, by lines of 128."""
+    column = tl.minimum(tl.arange(0, AHEAD // 128) * 128, in_features - 1)
+    prefetch(rows.to(tl.int64)[:, None] + column[None, :])
 
 
 @triton.jit
@@ -47,26 +82,6 @@ def _weights(
     column = start + tl.arange(0, COLUMNS)
     there = inside[:, None] & (column < in_features)[None, :]
     return tl.load(rows[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _times(
-    values: tl.tensor,
-    weight: tl.tensor,
-    rows: tl.tensor,
-    inside: tl.tensor,
-    in_features: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
-    """``values`` times the rows pointed to, of which ``weight`` is the first tile, there already. [ROWS], float32."""
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, in_features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        number = tl.load(values + column, mask=column < in_features, other=0.0)
-        sums += weight.to(tl.float32) * number.to(tl.float32)[None, :]
-        weight = _weights(rows, inside, start + COLUMNS, in_features, COLUMNS)
-    return tl.sum(sums, axis=1)
 
 
 @triton.jit
@@ -82,26 +97,30 @@ def fp8_one_token_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Outputs ``program_id(0) · ROWS …``; with ``GATED`` the weight has twice as many rows, gate's first."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < out_features
+    """``ROWS`` rows of weights times one token; the next tile is on its way while one is multiplied."""
+    row, inside = _rows_of(out_features, GATED, ROWS)
     rows = weight + row.to(tl.int64) * weight_stride
-    first = _weights(rows, inside, 0, in_features, COLUMNS)
-    scale = tl.load(weight_scales + row, mask=inside, other=0.0)
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    token_scale = tl.load(scales)
-    sums = _times(values, first, rows, inside, in_features, ROWS, COLUMNS) * (scale * token_scale)
+    if AHEAD:
+        _ask_for(rows, in_features, AHEAD)
+    tile = _weights(rows, inside, 0, in_features, COLUMNS)
+    scale = tl.load(weight_scales + row)
+    after_previous(OVERLAP)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, in_features, COLUMNS):
+        following = _weights(rows, inside, start + COLUMNS, in_features, COLUMNS)
+        column = start + tl.arange(0, COLUMNS)
+        number = tl.load(values + column, mask=column < in_features, other=0.0)
+        sums += tile.to(tl.float32) * number.to(tl.float32)[None, :]
+        tile = following
+    outputs = tl.sum(sums, axis=1) * scale * tl.load(scales)  # [ROWS]
     if GATED:
-        rows = weight + (out_features + row).to(tl.int64) * weight_stride
-        first = _weights(rows, inside, 0, in_features, COLUMNS)
-        scale = tl.load(weight_scales + out_features + row, mask=inside, other=0.0)
-        up = _times(values, first, rows, inside, in_features, ROWS, COLUMNS) * (scale * token_scale)
-        sums = sums / (1.0 + tl.exp(-sums)) * up
-    tl.store(result + row, sums.to(result.dtype.element_ty), mask=inside)
+        gate, up = tl.split(tl.reshape(outputs, (ROWS // 2, 2)))  # [ROWS / 2] each
+        outputs = gate / (1.0 + tl.exp(-gate)) * up
+    output = tl.program_id(0) * outputs.shape[0] + tl.arange(0, outputs.shape[0])
+    tl.store(result + output, outputs.to(result.dtype.element_ty), mask=output < out_features)
 
 
 @triton.jit
@@ -120,18 +139,19 @@ def fp8_few_tokens_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Outputs ``program_id(0) · ROWS …`` of tokens ``program_id(1) · TOKENS …``."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inside, there = row < out_features, token < num_tokens
+    """``ROWS`` rows of weights times tokens ``program_id(1) · TOKENS …``."""
+    row, inside = _rows_of(out_features, False, ROWS)
     rows = weight + row.to(tl.int64) * weight_stride
+    if AHEAD:
+        _ask_for(rows, in_features, AHEAD)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    there = token < num_tokens
     numbers = values + token.to(tl.int64) * values_stride
-    scale = tl.load(weight_scales + row, mask=inside, other=0.0)
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    scale = tl.load(weight_scales + row)
+    after_previous(OVERLAP)
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, in_features, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -139,8 +159,7 @@ def fp8_few_tokens_kernel(
         mask = there[:, None] & (column < in_features)[None, :]
         number = tl.load(numbers[:, None] + column[None, :], mask=mask, other=0.0)  # [TOKENS, COLUMNS]
         sums = tl.dot(tile, tl.trans(number), sums)
-    token_scale = tl.load(scales + token, mask=there, other=0.0)
-    product = sums * scale[:, None] * token_scale[None, :]
+    product = sums * scale[:, None] * tl.load(scales + token, mask=there, other=0.0)[None, :]
     place = result + token.to(tl.int64)[None, :] * result_stride + row[:, None]
     tl.store(place, product.to(result.dtype.element_ty), mask=inside[:, None] & there[None, :])
 
@@ -161,19 +180,16 @@ def fp8_linear(values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Te
         return _one_token(values, scales, weight, weight_scales, result, gated=False)
     if not T or not out_features:
         return result
-    rows, columns, warps = FEW_TOKENS
-    overlapping, option = overlap(values.device)
+    cut, options = FEW_TOKENS, overlapping(values)
     with device_of(values):
-        fp8_few_tokens_kernel[(triton.cdiv(out_features, rows), triton.cdiv(T, TOKENS))](
+        fp8_few_tokens_kernel[(triton.cdiv(out_features, cut.rows), triton.cdiv(T, TOKENS))](
             *(values, scales, weight, weight_scales, result),
             *(values.stride(0), weight.stride(0), result.stride(0), T, out_features, in_features),
             TOKENS=TOKENS,
-            ROWS=rows,
-            COLUMNS=columns,
-            OVERLAP=overlapping,
-            num_warps=warps,
-            num_stages=STAGES,
-            **option,
+            **_compiled(cut, options["OVERLAP"]),
+            num_warps=cut.num_warps,
+            num_stages=cut.num_stages,
+            **options,
         )
     return result
 
@@ -200,20 +216,21 @@ def _check(values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor
 
 def _one_token(values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, result: Tensor, gated: bool) -> Tensor:
     out_features = result.shape[1]
+    cut, options = ONE_TOKEN, overlapping(values)
     if out_features:
-        rows, columns, warps = ONE_TOKEN[gated]
-        overlapping, option = overlap(values.device)
         with device_of(values):
-            fp8_one_token_kernel[(triton.cdiv(out_features, rows),)](
+            fp8_one_token_kernel[(triton.cdiv(len(weight), cut.rows),)](
                 *(values, scales, weight, weight_scales, result, weight.stride(0), out_features, weight.shape[1]),
                 GATED=gated,
-                ROWS=rows,
-                COLUMNS=columns,
-                OVERLAP=overlapping,
-                num_warps=warps,
-                **option,
+                **_compiled(cut, options["OVERLAP"]),
+                num_warps=cut.num_warps,
+                **options,
             )
     return result
+
+
+def _compiled(cut: Tiles, overlap: bool) -> dict[str, int]:
+    return {"ROWS": cut.rows, "COLUMNS": cut.columns, "AHEAD": cut.ahead if overlap else 0}
 
 
 # ---------------------------------------------------------------------- what is registered
@@ -241,17 +258,16 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
         tensors = {"values": fp8, "scales": scale, "weight": fp8, "weight_scales": scale}
         tensors["result"] = pointer(dtypes_for(capability)[0])
         numbers = dict.fromkeys(("weight_stride", "out_features", "in_features"), "i32")
-        rows, columns, warps = ONE_TOKEN[gated]
-        ahead = {"OVERLAP": capability >= 90}
-        compiled = {"GATED": gated, "ROWS": rows, "COLUMNS": columns} | ahead
-        one = Compile(fp8_one_token_kernel, tensors | numbers, compiled, warps, label="one token")
+        ahead = {"OVERLAP": capability >= OVERLAPS_FROM}
+        compiled = {"GATED": gated} | _compiled(ONE_TOKEN, capability >= OVERLAPS_FROM) | ahead
+        one = Compile(fp8_one_token_kernel, tensors | numbers, compiled, ONE_TOKEN.num_warps, label="one token")
         if gated:
             return (one,)
         more = dict.fromkeys(("values_stride", "result_stride", "num_tokens"), "i32")
-        rows, columns, warps = FEW_TOKENS
-        compiled = {"TOKENS": TOKENS, "ROWS": rows, "COLUMNS": columns} | ahead
         few = Compile(
-            *(fp8_few_tokens_kernel, tensors | numbers | more, compiled, warps, STAGES),
+            *(fp8_few_tokens_kernel, tensors | numbers | more),
+            {"TOKENS": TOKENS} | _compiled(FEW_TOKENS, capability >= OVERLAPS_FROM) | ahead,
+            *(FEW_TOKENS.num_warps, FEW_TOKENS.num_stages),
             unaligned=frozenset({"num_tokens"}),
             label=f"{TOKENS} tokens",
         )
@@ -290,8 +306,8 @@ def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
         small_shapes=tuple({"T": T} | dict(shape) for T in tokens for shape in small),
         device_shapes=tuple(
             {"T": T, "out_features": out_features, "in_features": in_features}
-            for T in ((1,) if gated else (1, 4, 16))
-            for out_features, in_features in served
+            for T, listed in ((1, served), (4, () if gated else served[:3]), (16, () if gated else served[:3]))
+            for out_features, in_features in listed
         ),
         tolerance={
             torch.bfloat16: Tolerance(1.02 * 2.0**-8, 2e-3, WHY.format("one")),

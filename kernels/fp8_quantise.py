@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from refimpl.kernels import reference
-from refimpl.kernels.launch import check_last_axis, check_same, device_of, overlap, power_of_two
+from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
+from refimpl.kernels.overlap import after_previous, overlapping
 from refimpl.kernels.rms_norm import rms_normed, tile
 
 FP8_MAX = tl.constexpr(reference.FP8_MAX)
@@ -59,9 +59,7 @@ def quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    after_previous(OVERLAP)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     scale = _scale(tl.max(tl.abs(value), axis=0))
     tl.store(values + row * values_stride + column, _rounded(value, scale), mask=inside)
@@ -91,9 +89,7 @@ def rms_norm_quantise_kernel(
     column = tl.arange(0, BLOCK_H)
     inside = column < H
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    after_previous(OVERLAP)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
     if ADD:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -131,9 +127,7 @@ def silu_mul_quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     start, target = gate_up + row * gate_up_stride, values + row * values_stride
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    after_previous(OVERLAP)
     if WHOLE:
         product = _silu_mul(start, column, size)
         scale = _scale(tl.max(tl.abs(product), axis=0))
@@ -159,14 +153,12 @@ def quantise(x: Tensor, values: Tensor | None = None, scales: Tensor | None = No
     values, scales = _outputs(x, x.shape[1], values, scales)
     if x.numel():
         block = power_of_two(x.shape[1])
-        overlapping, option = overlap(x.device)
         with device_of(x):
             quantise_kernel[(len(x),)](
                 *(x, values, scales, x.stride(0), values.stride(0), x.shape[1]),
                 BLOCK=block,
-                OVERLAP=overlapping,
                 num_warps=warps_for(block),
-                **option,
+                **overlapping(x),
             )
     return values, scales
 
@@ -223,15 +215,13 @@ def silu_mul_quantise(gate_up: Tensor, values: Tensor | None = None, scales: Ten
     values, scales = _outputs(gate_up, size, values, scales)
     if len(gate_up) and size:
         block, whole, warps = silu_tile(size)
-        overlapping, option = overlap(gate_up.device)
         with device_of(gate_up):
             silu_mul_quantise_kernel[(len(gate_up),)](
                 *(gate_up, values, scales, gate_up.stride(0), values.stride(0), size),
                 WHOLE=whole,
                 BLOCK=block,
-                OVERLAP=overlapping,
                 num_warps=warps,
-                **option,
+                **overlapping(gate_up),
             )
     return values, scales
 
@@ -267,14 +257,12 @@ def _launch_norm(
     check_same("row lengths", x=H, weight=weight.shape[0])
     if T:
         block, warps = tile(H)
-        overlapping, option = overlap(x.device)
         strides = (x.stride(0), residual.stride(0), values.stride(0), new.stride(0))
         with device_of(x):
             rms_norm_quantise_kernel[(T,)](
                 *(x, residual, weight, values, scales, new, *strides, H, eps),
                 ADD=add,
                 BLOCK_H=block,
-                OVERLAP=overlapping,
                 num_warps=warps,
-                **option,
+                **overlapping(x),
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from refimpl.kernels import cases, fp8_quantise, reference
 from refimpl.kernels.launch import dtypes_for, pointer, power_of_two
+from refimpl.kernels.overlap import OVERLAPS_FROM
 from refimpl.kernels.rms_norm import EPS, tile
 from refimpl.kernels.spec import WITHOUT_FP8, Case, Compile, KernelSpec, Shape, Tolerance
 
@@ -94,7 +95,7 @@ def _signature(capability: int, inputs: tuple[str, ...], numbers: tuple[str, ...
 def _rows_compiles(capability: int) -> tuple[Compile, ...]:
     block = power_of_two(28672)
     signature = _signature(capability, ("x",), ("x_stride", "values_stride", "size"))
-    compiled = {"BLOCK": block, "OVERLAP": capability >= 90}
+    compiled = {"BLOCK": block, "OVERLAP": capability >= OVERLAPS_FROM}
     return (Compile(fp8_quantise.quantise_kernel, signature, compiled, fp8_quantise.warps_for(block), label="28672"),)
 
 
@@ -103,7 +104,7 @@ def _norm_compiles(capability: int, add: bool) -> tuple[Compile, ...]:
     strides = ("x_stride", "residual_stride", "values_stride", "new_residual_stride", "H")
     block, warps = tile(8192)
     signature = _signature(capability, tensors, strides) | {"eps": "fp32"}
-    compiled = {"ADD": add, "BLOCK_H": block, "OVERLAP": capability >= 90}
+    compiled = {"ADD": add, "BLOCK_H": block, "OVERLAP": capability >= OVERLAPS_FROM}
     return (Compile(fp8_quantise.rms_norm_quantise_kernel, signature, compiled, warps, label="H=8192"),)
 
 
@@ -112,7 +113,7 @@ def _silu_compiles(capability: int) -> tuple[Compile, ...]:
 
     def one(size: int) -> Compile:
         block, whole, warps = fp8_quantise.silu_tile(size)
-        compiled = {"WHOLE": whole, "BLOCK": block, "OVERLAP": capability >= 90}
+        compiled = {"WHOLE": whole, "BLOCK": block, "OVERLAP": capability >= OVERLAPS_FROM}
         return Compile(fp8_quantise.silu_mul_quantise_kernel, signature, compiled, warps, label=f"I={size}")
 
     return one(14336), one(28672)

@@ -41,16 +41,6 @@ def dtypes_for(capability: int) -> tuple[torch.dtype, ...]:
     return (torch.float16,) if capability < 80 else (torch.bfloat16, torch.float16)
 
 
-def overlap(device: torch.device) -> tuple[bool, dict[str, bool]]:
-    """Whether a kernel may begin while the one before it ends (programmatic dependent launch), and its launch's option.
-
-    Such a kernel waits (``gdc_wait``) before it reads what another has written, or writes anything; what it asks for
-    earlier, weights, is under way by then. It also lets the next one begin (``gdc_launch_dependents``), which waits in turn.
-    """
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return able, {"launch_pdl": True} if able else {}
-
-
 def check_last_axis(**tensors: Tensor) -> None:
     """A kernel steps by 1 along the last axis.
 
