@@ -47,7 +47,7 @@ def render(text: str) -> str:
         if topic not in TABLES:
             raise RefimplError(f"no table for the topic {topic!r}; there are {', '.join(TABLES)}")
         tables = [TABLES[topic](result) for result in results.get(topic, [])]
-        command = "throughput --model-config llama-3-8b" if topic == "offline" else topic
+        command = COMMANDS.get(topic, topic)
         unmeasured = f"Not measured yet: `refimpl bench {command} --save refimpl/bench/results`.\n"
         return match[1] + ("".join(tables) or unmeasured) + match[3]
 
@@ -287,5 +287,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "widgets": _widgets,
     "kernels": _kernels,
     "offline": _offline,
+    "offline_llama_3_8b_fp8": _offline,
+    "offline_llama_3_70b_fp8": _offline,
 }
 """How each topic's result becomes a Markdown table."""
+COMMANDS = {
+    "offline": "throughput --model-config llama-3-8b",
+    "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
+    "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
+}
+"""What measures a topic that is not called as its command."""
