@@ -7,7 +7,7 @@ is read a token, norms are small, and what the head rounds goes straight into th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -29,6 +29,7 @@ Rows = Tensor | Quantised
 """A product's input: as it is, or quantised already by whatever made it."""
 
 
+@runtime_checkable
 class Destination(Protocol):
     """Where a tensor of a checkpoint goes: a part of a weight as it is held. A plain tensor is one."""
 
@@ -47,6 +48,7 @@ class Destination(Protocol):
         """Fill it with random numbers of a normal distribution."""
 
 
+@runtime_checkable
 class Matrix(Protocol):
     """A matrix ``[out_features, in_features]`` without bias, however it is held."""
 
@@ -57,6 +59,7 @@ class Matrix(Protocol):
         """The matrix in pieces of so many outputs each; without sizes, in one."""
 
 
+@runtime_checkable
 class LinearMethod(Protocol):
     """How matrices are held, and in which form what lies between them is handed from one to the next."""
 
