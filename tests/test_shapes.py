@@ -29,7 +29,8 @@ every = [
 small = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 12, "block_size": 4}
 swap = {"swap_space": 0.001, "preemption_mode": "swap"}
 naive = {"enable_kv_cache": False, "max_num_batched_tokens": 64}
-for options in ({"dtype": "float64"}, {"dtype": "bfloat16"}, {"quantization": "fp8"}, naive, {"async_scheduling": True}, swap):
+fp8 = {"quantization": "fp8"}
+for options in ({"dtype": "float64"}, {"dtype": "bfloat16"}, fp8, naive, {"async_scheduling": True}, swap):
     with LLM("tiny", **(small | options)) as llm:
         outputs = llm.generate([[1, 2, 3], [7] * 30, [5], [6, 7], [8, 9]], every, use_tqdm=False)
         assert [output.outputs[0].finish_reason in ("stop", "length") for output in outputs] == [True] * 5
