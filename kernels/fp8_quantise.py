@@ -28,7 +28,7 @@ from refimpl.kernels.rms_norm import rms_normed, tile
 
 FP8_MAX = tl.constexpr(reference.FP8_MAX)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
-LONGEST_KEPT = 16384
+LONGEST_KEPT = 32768
 """Numbers of SwiGLU's product that a program keeps in registers; longer rows are made twice."""
 
 
@@ -231,7 +231,7 @@ def silu_tile(size: int) -> tuple[int, bool, int]:
     block = power_of_two(size)
     if block > LONGEST_KEPT:
         return 4096, False, 8
-    return block, True, warps_for(block)
+    return block, True, min(2 * warps_for(block), 32)
 
 
 def warps_for(block: int) -> int:

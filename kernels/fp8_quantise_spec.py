@@ -116,7 +116,7 @@ def _silu_compiles(capability: int) -> tuple[Compile, ...]:
         compiled = {"WHOLE": whole, "BLOCK": block, "OVERLAP": capability >= OVERLAPS_FROM}
         return Compile(fp8_quantise.silu_mul_quantise_kernel, signature, compiled, warps, label=f"I={size}")
 
-    return one(14336), one(28672)
+    return one(14336), one(28672), one(53248)
 
 
 def _spec(

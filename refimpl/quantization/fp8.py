@@ -5,7 +5,7 @@ one step to the next: an output channel's is its largest weight over 448, a toke
 nothing overflows whatever comes. Each output channel is scaled alone, so matrices that are fused (Q, K and V; gate and up)
 are quantised part by part as they come from a checkpoint, and no more than one matrix is there in 16 bits at a time.
 
-Who multiplies: on a GPU, :mod:`refimpl.kernels.fp8_gemm` up to 16 tokens and torch's ``_scaled_mm`` beyond; elsewhere plain
+Who multiplies: on a GPU, :mod:`refimpl.kernels.fp8_gemm` up to 64 tokens and torch's ``_scaled_mm`` beyond; elsewhere plain
 torch, with the weights widened for each product: the same numbers, slowly.
 """
 
@@ -32,6 +32,8 @@ SCALED_MM_MULTIPLE = 16
 class Fp8Linear(nn.Module):
     """A matrix ``[out_features, in_features]`` in e4m3."""
 
+    arrivals: Tensor | None
+
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.dtype = dtype
@@ -40,6 +42,7 @@ class Fp8Linear(nn.Module):
         self.weight = nn.Parameter(values, requires_grad=False)
         scales = torch.empty(out_features, dtype=torch.float32, device=device)
         self.scales = nn.Parameter(scales, requires_grad=False)
+        self.register_buffer("arrivals", _arrivals(self.weight), persistent=False)
 
     def parts(self, *sizes: int) -> Sequence[Destination]:
         """The matrix in pieces of so many outputs each; without sizes, in one."""
@@ -65,13 +68,19 @@ class Fp8Linear(nn.Module):
         num_tokens, (out_features, in_features) = len(rows.values), self.weight.shape
         if num_tokens <= MOST_TOKENS or out_features % SCALED_MM_MULTIPLE or in_features % SCALED_MM_MULTIPLE:
             result = rows.scales.new_empty(num_tokens, out_features, dtype=self.dtype)
-            return fp8_linear(*rows, self.weight, self.scales, result)
+            return fp8_linear(*rows, self.weight, self.scales, result, self.arrivals_for(num_tokens))
         if self.dtype == torch.bfloat16:
             return self._scaled_mm(rows.values, rows.scales.unsqueeze(1), self.scales.unsqueeze(0), self.dtype)
         # Scales by row come with results in bfloat16 alone.
         one = rows.scales.new_ones(())
         product = self._scaled_mm(rows.values, one, one, torch.float32)
         return product.mul_(rows.scales.unsqueeze(1)).mul_(self.scales).to(self.dtype)
+
+    def arrivals_for(self, num_tokens: int) -> Tensor | None:
+        """Zeros by which programs of the kernel find out who is the last; None for more tokens than they were made for."""
+        from refimpl.kernels.fp8_gemm import MOST_TOKENS
+
+        return self.arrivals if num_tokens <= MOST_TOKENS else None
 
     def _scaled_mm(self, values: Tensor, scales: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
         product: Tensor = torch._scaled_mm(
@@ -110,6 +119,14 @@ class QuantisedPart:
         self.copy_(drawn.normal_(mean, std, generator=generator))
 
 
+def _arrivals(weight: Tensor) -> Tensor | None:
+    if not by_triton(weight):
+        return None
+    from refimpl.kernels.fp8_gemm import num_arrivals
+
+    return weight.new_zeros(num_arrivals(len(weight)), dtype=torch.int32)
+
+
 def quantise(x: Float[Tensor, "T C"]) -> Quantised:
     """Rows in e4m3, with a scale each."""
     if by_triton(x):
@@ -143,19 +160,19 @@ class Fp8:
         return Quantised(values, scales), summed
 
     def gated(self, gate_up: Matrix, x: Rows) -> Rows:
-        """SwiGLU's product, quantised; of one token by the same launch as the matrices before it."""
+        """SwiGLU's product, quantised; of a few tokens it is made by the same launch as what goes into it."""
         assert isinstance(gate_up, Fp8Linear)
         if not gate_up.by_kernels(x):
             return silu_mul(gate_up(x))
+        from refimpl.kernels import fp8_gemm, fp8_quantise
+
         rows = x if isinstance(x, Quantised) else quantise(x)
-        if len(rows.values) > 1:
-            from refimpl.kernels import fp8_quantise as kernels
-
-            return Quantised(*kernels.silu_mul_quantise(gate_up(rows)))
-        from refimpl.kernels.fp8_gemm import fp8_gated_linear
-
-        result = rows.scales.new_empty(1, len(gate_up.weight) // 2, dtype=gate_up.dtype)
-        return fp8_gated_linear(*rows, gate_up.weight, gate_up.scales, result)
+        num_tokens = len(rows.values)
+        if num_tokens > fp8_gemm.MOST_TOKENS:
+            return Quantised(*fp8_quantise.silu_mul_quantise(gate_up(rows)))
+        result = rows.scales.new_empty(num_tokens, len(gate_up.weight) // 2, dtype=gate_up.dtype)
+        weight = gate_up.weight, gate_up.scales
+        return fp8_gemm.fp8_gated_linear(*rows, *weight, result, gate_up.arrivals_for(num_tokens))
 
     def weight_bytes(self, in_features: int, out_features: int, bytes_per_value: int) -> int:
         """A byte a weight, and a float32 an output channel."""
