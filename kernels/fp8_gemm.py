@@ -112,7 +112,7 @@ def _all_parts(sums: tl.tensor, parts: tl.tensor, arrivals: tl.tensor, SPLITS: t
     return sums, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one compilation for any number that a tile has room for
 def fp8_linear_kernel(
     values: tl.tensor,
     scales: tl.tensor,
