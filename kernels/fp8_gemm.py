@@ -11,9 +11,8 @@ The weight is the taller side of a product on tensor cores, which take e4m3 as i
     weight [ROWS, COLUMNS] · (values [TOKENS, COLUMNS])ᵀ  added up over COLUMNS  ─►  [ROWS, TOKENS]
 
 A matrix of 4,096 outputs is 64 tiles, too few for 132 processors: SPLITS programs share a tile's columns, each leaves its
-sums in memory, and the last to arrive adds them up, always in the same order. A program asks for its first weights before it
-waits for the kernel that makes its activations (:mod:`refimpl.kernels.overlap`). With ``GATED`` the rows are pairs of
-SwiGLU's two matrices (Shazeer 2020), and what is written is ``silu(gate) · up``.
+sums in memory, and the last to arrive adds them up, always in the same order. With ``GATED`` the rows are pairs of SwiGLU's
+two matrices (Shazeer 2020), and what is written is ``silu(gate) · up``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
-from refimpl.kernels.overlap import after_previous, overlapping, prefetch
+from refimpl.kernels.overlap import after_previous, overlapping
 
 MOST_TOKENS = 64
 """Beyond so many, a library's product is as fast."""
@@ -54,8 +53,6 @@ class Cut(NamedTuple):
     splits: int
     """Programs that share a tile of outputs."""
     num_warps: int
-    ahead: int
-    """Weights of each row that are asked for while the kernel before still runs."""
 
 
 def cut(num_tokens: int, num_rows: int, in_features: int) -> Cut:
@@ -65,7 +62,7 @@ def cut(num_tokens: int, num_rows: int, in_features: int) -> Cut:
     splits = 1
     while splits < 8 and tiles * splits < PROGRAMS and in_features >= 2 * splits * LEAST_COLUMNS:
         splits *= 2
-    return Cut(tokens, LEAST_ROWS, 256, 4 if tokens < 64 else 3, splits, 4, 1024)
+    return Cut(tokens, LEAST_ROWS, 256, 4 if tokens < 64 else 3, splits, 4)
 
 
 @triton.jit
@@ -81,13 +78,6 @@ def _rows_of(out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr) -
     else:
         inside = row < out_features
     return tl.where(inside, row, 0), inside
-
-
-@triton.jit
-def _ask_for(rows: tl.tensor, first: tl.tensor, in_features: tl.tensor, AHEAD: tl.constexpr) -> None:
-    """Have ``AHEAD`` bytes of each row, from ``first`` on, brought to the second-level cache, by lines of 128."""
-    column = tl.minimum(first + tl.arange(0, AHEAD // 128) * 128, in_features - 1)
-    prefetch(rows.to(tl.int64)[:, None] + column[None, :])
 
 
 @triton.jit
@@ -129,7 +119,6 @@ def fp8_linear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Tokens ``program_id(0) · TOKENS …`` times rows ``program_id(1) · ROWS …``, part ``program_id(2)`` of the columns."""
@@ -137,8 +126,6 @@ def fp8_linear_kernel(
     rows = weight + row.to(tl.int64) * weight_stride
     each = tl.cdiv(in_features, SPLITS * COLUMNS) * COLUMNS
     first = tl.program_id(2) * each
-    if AHEAD:
-        _ask_for(rows, first, in_features, AHEAD)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     there = token < num_tokens
     numbers = values + token.to(tl.int64) * values_stride
@@ -227,7 +214,7 @@ def _launch(
     check_same("sizes", weight_scales=tuple(weight_scales.shape), rows=(num_rows,))
     if not T or not num_rows:
         return result
-    one, options = cut(T, num_rows, in_features), overlapping(values)
+    one = cut(T, num_rows, in_features)
     grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, one.rows), one.splits)
     parts = scales  # not looked at
     if one.splits > 1:
@@ -239,15 +226,14 @@ def _launch(
             *(values, scales, weight, weight_scales, result, parts, parts if arrivals is None else arrivals),
             *(values.stride(0), weight.stride(0), result.stride(0), T, result.shape[1], in_features),
             GATED=gated,
-            **compiled_in(one, options["OVERLAP"]),
+            **compiled_in(one),
             num_warps=one.num_warps,
             num_stages=one.num_stages,
-            **options,
+            **overlapping(values),
         )
     return result
 
 
-def compiled_in(one: Cut, overlap: bool) -> dict[str, int]:
+def compiled_in(one: Cut) -> dict[str, int]:
     """The kernel's constants."""
-    ahead = one.ahead if overlap else 0
-    return {"TOKENS": one.tokens, "ROWS": one.rows, "COLUMNS": one.columns, "SPLITS": one.splits, "AHEAD": ahead}
+    return {"TOKENS": one.tokens, "ROWS": one.rows, "COLUMNS": one.columns, "SPLITS": one.splits}

@@ -56,7 +56,7 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
         found = []
         for tokens, outputs in ((1, 57344), (64, 57344), (1, 4096), (64, 4096)):
             one = cut(tokens, outputs, 4096)
-            compiled = {"GATED": gated, "OVERLAP": overlap} | compiled_in(one, overlap)
+            compiled = {"GATED": gated, "OVERLAP": overlap} | compiled_in(one)
             label = f"{tokens} tokens, {one.splits} splits"
             odd = frozenset({"num_tokens"})
             found.append(Compile(fp8_linear_kernel, signature, compiled, one.num_warps, one.num_stages, odd, label))
