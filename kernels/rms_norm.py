@@ -33,7 +33,7 @@ from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 
 @triton.jit
-def rms_normed(row: tl.tensor, weight: tl.tensor, H: tl.tensor, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _normed(row: tl.tensor, weight: tl.tensor, H: tl.tensor, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """``row`` and ``weight`` are [BLOCK_H] in float32, zero beyond H."""
     root = tl.rsqrt(tl.sum(row * row, axis=0) / H + eps)
     return (row * root).to(dtype).to(tl.float32) * weight
@@ -56,7 +56,7 @@ def rms_norm_kernel(
     inside = column < H
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
-    result = rms_normed(value, scale, H, eps, x.dtype.element_ty)
+    result = _normed(value, scale, H, eps, x.dtype.element_ty)
     tl.store(normed + row * normed_stride + column, result.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -84,7 +84,7 @@ def add_rms_norm_kernel(
     rounded = value.to(new_residual.dtype.element_ty)
     tl.store(new_residual + row * new_residual_stride + column, rounded, mask=inside)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
-    result = rms_normed(rounded.to(tl.float32), scale, H, eps, x.dtype.element_ty)
+    result = _normed(rounded.to(tl.float32), scale, H, eps, x.dtype.element_ty)
     tl.store(normed + row * normed_stride + column, result.to(normed.dtype.element_ty), mask=inside)
 
 
