@@ -285,10 +285,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "swap": _swap,
     "beam": _beam,
     "widgets": _widgets,
-    "kernels": _kernels,
-    "offline": _offline,
     "offline_llama_3_8b_fp8": _offline,
     "offline_llama_3_70b_fp8": _offline,
+    "kernels": _kernels,
+    "offline": _offline,
 }
 """How each topic's result becomes a Markdown table."""
 COMMANDS = {
