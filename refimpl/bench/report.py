@@ -293,6 +293,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "swap": _swap,
     "beam": _beam,
     "widgets": _widgets,
+    "offline_llama_3_8b_fp8": _offline,
+    "offline_llama_3_70b_fp8": _offline,
     "kernels": _kernels,
     "offline": _offline,
     "serve_sim": lambda result: serve_sim_table(result) + caption(result),
@@ -300,3 +302,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "idle": lambda result: idle_table(result) + caption(result),
 }
 """How each topic's result becomes a Markdown table."""
+COMMANDS = {
+    "offline": "throughput --model-config llama-3-8b",
+    "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
+    "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
+}
+"""What measures a topic that is not called as its command."""

@@ -49,6 +49,10 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     of_this_process: int
     """The part of it that torch held for this process: other engines, and a notebook's tensors."""
     weights: int
+    weights_of_any_dtype: int = 0
+    """Of them, what is quantised, and would be the same in another dtype."""
+    weights_in_fp8: tuple[int, int] = (0, 0)
+    """Both with ``quantization="fp8"``; zeros where it is on already, or the device has none."""
     libraries: int = 0
     """Compiled kernels and the workspaces of libraries, once they have run."""
     activations: Grows = Grows()
@@ -199,6 +203,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
         yield f"block_size={2 * self.block_size}", self.in_blocks_of(2 * self.block_size)
         if self.bytes_per_value > 2:
             yield "dtype of 16 bits", self.in_16_bits()
+        if self.weights_in_fp8[0]:
+            yield "quantization=fp8", self.in_fp8()
 
     def with_(self, **settings: object) -> DeviceMemory:
         """The same engine with other settings."""
@@ -210,13 +216,20 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     def in_16_bits(self) -> DeviceMemory:
         """The same engine with weights, cache and activations of half or a quarter as many bytes."""
-        times = self.bytes_per_value // 2
+        times, quantised = self.bytes_per_value // 2, self.weights_of_any_dtype
+        fp8, fp8_quantised = self.weights_in_fp8
         return self.with_(
-            weights=self.weights // times,
+            weights=quantised + (self.weights - quantised) // times,
+            weights_in_fp8=(fp8_quantised + (fp8 - fp8_quantised) // times, fp8_quantised),
             block_bytes=self.block_bytes // times,
             activations=Grows(self.activations.fixed / times, self.activations.each / times),
             bytes_per_value=2,
         )
+
+    def in_fp8(self) -> DeviceMemory:
+        """The same engine with its layers' matrices in FP8; what a step takes beside is left as it is."""
+        weights, quantised = self.weights_in_fp8
+        return self.with_(weights=weights, weights_of_any_dtype=quantised, weights_in_fp8=(0, 0))
 
 
 def gib(num_bytes: int) -> str:

@@ -32,6 +32,8 @@ from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
+from refimpl.quantization.choose import choose_method
+from refimpl.quantization.method import weight_bytes
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
 from refimpl.scheduler.drafting import Drafting
@@ -59,7 +61,8 @@ class LocalExecutor:
         self.device = resolve_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
-        self.weight_bytes = checkpoint.config.num_parameters * self.dtype.itemsize
+        self._method = choose_method(args.quantization, self.device)
+        self.weight_bytes = weight_bytes(checkpoint.config, self._method, self.dtype.itemsize)
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
         self.preemption_costs: PreemptionCosts | None = None
@@ -88,12 +91,12 @@ class LocalExecutor:
         config = checkpoint.config
         if self.device.type == "cuda":
             self.memory = gpu_memory.before_loading(args, config, self.dtype, self.device)
-            memory_advice.check_weights(
-                self.memory, checkpoint.name, str(self.dtype).removeprefix("torch."), str(self.device)
-            )
+            memory_advice.check_weights(self.memory, checkpoint.name, self._weights_in, str(self.device))
         else:
             self._check_room_for_weights(checkpoint)
-        self._model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
+        self._model = load_model(
+            *(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len, self._method)
+        )
         speculative: SpeculativeConfig | None = args.speculative_config
         draft = self._draft = load_draft_model(speculative, args, checkpoint, self.dtype, self.device, max_model_len)
         if draft is not None:
@@ -112,7 +115,7 @@ class LocalExecutor:
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
-        served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, args.step_limits())
+        served = serving.who_serves(args, setting)
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
@@ -155,17 +158,27 @@ class LocalExecutor:
             self.drafting = make_drafting(speculative, args, self.runner)
         self.stages.end()
 
+    @property
+    def _weights_in(self) -> str:
+        """How the weights are held, for people."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self._method.name} (embeddings and output head in {dtype})" if self._method.name else dtype
+
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
-        needed = self.weight_bytes
+        needed, config = self.weight_bytes, checkpoint.config
         free = free_host_memory()
         if needed > free:
-            half = 2 * checkpoint.config.num_parameters
-            fits = f"dtype=bfloat16 takes {half / GIB:.1f} GiB and fits" if half <= free else "Use a smaller model"
+            smaller = {
+                "dtype=bfloat16": weight_bytes(config, self._method, 2),
+                "quantization=fp8": weight_bytes(config, choose_method("fp8", self.device), self.dtype.itemsize),
+                "quantization=fp8 with dtype=bfloat16": weight_bytes(config, choose_method("fp8", self.device), 2),
+            }
+            fitting = [f"{how} takes {count / GIB:.1f} GiB and fits" for how, count in smaller.items() if count <= free]
             raise OutOfMemoryError(
-                f"{checkpoint.name} has {checkpoint.config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
-                f" in {str(self.dtype).removeprefix('torch.')}; {self.device} has {free / GIB:.1f} GiB free. "
-                f"{fits}, or use another device",
+                f"{checkpoint.name} has {config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
+                f" in {self._weights_in}; {self.device} has {free / GIB:.1f} GiB free. "
+                f"{fitting[0] if fitting else 'Use a smaller model'}, or use another device",
                 needed=needed,
                 free=free,
             )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from refimpl.attention import LEAST_FOR_PREFILL, Setting, backend_choice
 from refimpl.attention.backend import RecordsPrompts
+from refimpl.config import EngineArgs
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.kernels.by_triton import obstacle
@@ -20,15 +21,16 @@ class Served(NamedTuple):
     why: str
 
 
-def who_serves(attention_backend: Any, setting: Setting, enforce_eager: bool, step_limits: tuple[int, int]) -> list[Served]:
-    """Every operation that has more than one way to be computed; ``step_limits`` are sequences and tokens of a step."""
+def who_serves(args: EngineArgs, setting: Setting) -> list[Served]:
+    """Every operation that has more than one way to be computed."""
     rest = obstacle(setting.device, setting.dtype)
     by, why = ("torch", rest) if rest else ("Triton kernels", f"sm_{setting.capability}")
     return [
-        *_attention(attention_backend, setting),
+        *_attention(args.attention_backend, setting),
         Served("norms, rotary embedding, SwiGLU", by, why),
         Served("sampling", by, why),
-        *_graphs(attention_backend, setting, enforce_eager, step_limits),
+        *_fp8(args.quantization, setting, rest),
+        *_graphs(args.attention_backend, setting, args.enforce_eager, args.step_limits()),
     ]
 
 
@@ -115,3 +117,15 @@ def _graphs(
         if mixed
         else Served("steps with prompts", eager, mixed_why),
     )
+
+
+def _fp8(quantization: str | None, setting: Setting, obstacle_to_kernels: str) -> list[Served]:
+    if quantization is None:
+        return []
+    if setting.device.type != "cuda":
+        why = "slow: a CPU has no FP8 arithmetic, so each product widens its weights"
+        return [Served("products of FP8 weights", "torch", why)]
+    if obstacle_to_kernels:
+        return [Served("products of FP8 weights", "torch, on widened weights", obstacle_to_kernels)]
+    by = "kernel fp8_linear up to 64 tokens, torch._scaled_mm beyond"
+    return [Served("products of FP8 weights", by, f"sm_{setting.capability}")]

@@ -180,7 +180,8 @@ def test_the_choice_is_told_once(caplog):
 
 
 def served(backend, setting, enforce_eager=False):
-    return {one.operation: one[1:] for one in who_serves(backend, setting, enforce_eager, (256, 2_000))}
+    args = EngineArgs(attention_backend=backend, enforce_eager=enforce_eager, max_num_batched_tokens=2_000)
+    return {one.operation: one[1:] for one in who_serves(args, setting)}
 
 
 def test_every_operation_is_told_with_who_serves_it_on_a_gpu(gpu):
