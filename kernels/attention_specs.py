@@ -11,6 +11,7 @@ from refimpl.kernels import attention_cases
 from refimpl.kernels.attention_tiles import operand, padded
 from refimpl.kernels.flash_attention import flash_attention, plan_prefill, prefill_kernel, prefill_tiles
 from refimpl.kernels.launch import dtypes_for, pointer
+from refimpl.kernels.overlap import OVERLAPS_FROM
 from refimpl.kernels.paged_attention import (
     SPLITS_AT_ONCE,
     decode_kernel,
@@ -61,6 +62,7 @@ def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, q
         "HEADS": Hq, "GROUP": Hq // Hkv, "MAX_QUERIES": queries, "BLOCK_SIZE": 16, "HEAD_DIM": D,
         "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": padded(D),
         "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector,
+        "OVERLAP": target >= OVERLAPS_FROM,
     }  # fmt: skip
     label = f"D={D} {Hq}/{Hkv} n={queries}"
     return Compile(decode_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
@@ -97,7 +99,7 @@ def decode_compiles(target: int) -> tuple[Compile, ...]:
     merge = Compile(
         merge_kernel,
         {"out": pointer(dtype), "split_out": "*fp32", "split_lse": "*fp32", "cu_seqlens_q": "*i32", "splits": "*i32"},
-        {"HEADS": 32, "MAX_QUERIES": 1, "HEAD_DIM": 128, "TILE_D": 128, "AT_ONCE": SPLITS_AT_ONCE},
+        {"HEADS": 32, "MAX_QUERIES": 1, "HEAD_DIM": 128, "TILE_D": 128, "AT_ONCE": SPLITS_AT_ONCE, "OVERLAP": target >= OVERLAPS_FROM},
         label="merge",
     )
     more = {80: [(80, 32, 32, 1)], 90: [(128, 8, 1, 16), (256, 8, 4, 1)]}

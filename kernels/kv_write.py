@@ -23,6 +23,7 @@ from torch import Tensor
 
 from refimpl.kernels import cases, reference
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer, power_of_two
+from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping
 from refimpl.kernels.rotary import HEADS, NUM_WARPS, check_angles, load_angles, rotate, tables, turning_tolerance
 from refimpl.kernels.spec import EXACT, Case, Compile, KernelSpec, Shape
 
@@ -92,10 +93,12 @@ def write_kv_kernel(
     D: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Heads ``program_id(1) · HEADS …`` of token ``program_id(0)`` into its slot."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
+    after_previous(OVERLAP)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot >= 0:
         start = _slot_start(slot, B, block_stride, place_stride)
@@ -134,11 +137,13 @@ def turn_and_write_kv_kernel(
     half: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One tile of token ``program_id(0)``: query heads while there are any, then heads of keys and values."""
     token = tl.program_id(0).to(tl.int64)
     query_tiles = tl.cdiv(num_heads, HEADS)
     tile = tl.program_id(1)
+    after_previous(OVERLAP)
     cosines, sines = load_angles(positions, cos, sin, table_stride, token, half, HALF)  # [HALF] each
     if tile < query_tiles:
         head = (tile * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
@@ -175,7 +180,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         with device_of(key):
             write_kv_kernel[(T, triton.cdiv(num_kv_heads, heads))](
                 key, value, k_cache, v_cache, slot_mapping, *strides, num_kv_heads, k_cache.shape[1], D,
-                HEADS=heads, WIDTH=power_of_two(D), num_warps=NUM_WARPS,
+                HEADS=heads, WIDTH=power_of_two(D), num_warps=NUM_WARPS, **overlapping(key),
             )  # fmt: skip
     return k_cache, v_cache
 
@@ -217,7 +222,7 @@ def turn_and_write_kv(
             turn_and_write_kv_kernel[grid](
                 query, key, value, positions, cos, sin, k_cache, v_cache, slot_mapping, turned,
                 *strides, cos.stride(0), *k_cache.stride()[:3], *sizes,
-                HEADS=heads, HALF=power_of_two(D // 2), num_warps=NUM_WARPS,
+                HEADS=heads, HALF=power_of_two(D // 2), num_warps=NUM_WARPS, **overlapping(query),
             )  # fmt: skip
     return turned, k_cache, v_cache
 
@@ -274,7 +279,8 @@ def _compiles(capability: int, turning: bool) -> tuple[Compile, ...]:
     element = pointer(dtypes_for(capability)[0])
     found = []
     for D in (80, 128) if turning else (128,):
-        tiles = {"HEADS": HEADS, "HALF": power_of_two(D // 2)} if turning else {"HEADS": HEADS, "WIDTH": power_of_two(D)}
+        tiles = {"HEADS": HEADS, "OVERLAP": capability >= OVERLAPS_FROM}
+        tiles |= {"HALF": power_of_two(D // 2)} if turning else {"WIDTH": power_of_two(D)}
         signature = {
             name: element if name in tensors else "*i64" if name in ("positions", "slot_mapping") else "i32"
             for name in kernel.arg_names

@@ -27,32 +27,22 @@ from torch import Tensor
 
 from refimpl.kernels import cases, reference
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer
+from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 COLUMNS = 512
-ROWS = {False: 8, True: 4}
-"""Of each matrix, by ``GATED``."""
+ROWS = 8
+"""Rows of weights a program; with ``GATED`` they are pairs, of gate and of up."""
 NUM_WARPS = 4
 
 
 @triton.jit
-def _times(
-    x: tl.tensor,
-    weight_rows: tl.tensor,
-    inside: tl.tensor,
-    in_features: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+def _load_weights(
+    rows: tl.tensor, inside: tl.tensor, column: tl.tensor, in_features: tl.tensor
 ) -> tl.tensor:
-    """``x`` times the rows that ``weight_rows [ROWS]`` point to; 0 for those that are not ``inside``. [ROWS], float32."""
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, in_features, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        there = inside[:, None] & (column < in_features)[None, :]
-        weight = tl.load(weight_rows[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
-        number = tl.load(x + column, mask=column < in_features, other=0.0)
-        sums += weight.to(tl.float32) * number.to(tl.float32)[None, :]  # [ROWS, COLUMNS]
-    return tl.sum(sums, axis=1)
+    """``[ROWS, COLUMNS]`` of the matrix, read for the only time; 0 outside."""
+    there = inside[:, None] & (column < in_features)[None, :]
+    return tl.load(rows[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -66,15 +56,35 @@ def one_token_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """Outputs ``program_id(0) · ROWS …``; with ``GATED`` the weight has twice as many rows, gate's first."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < out_features
-    sums = _times(x, weight + row.to(tl.int64) * weight_stride, inside, in_features, ROWS, COLUMNS)
+    """``ROWS`` rows of weights; with ``GATED`` the matrix has twice ``out_features`` of them, gate's first.
+
+    The next weights are on their way while one tile is multiplied; the first are before the kernel before has ended.
+    """
+    row = tl.arange(0, ROWS)
     if GATED:
-        up = _times(x, weight + (out_features + row).to(tl.int64) * weight_stride, inside, in_features, ROWS, COLUMNS)
-        sums = sums / (1.0 + tl.exp(-sums)) * up
-    tl.store(result + row, sums.to(result.dtype.element_ty), mask=inside)
+        output = tl.program_id(0) * (ROWS // 2) + row // 2
+        rows = weight + (output + row % 2 * out_features).to(tl.int64) * weight_stride
+    else:
+        output = tl.program_id(0) * ROWS + row
+        rows = weight + output.to(tl.int64) * weight_stride
+    inside = output < out_features
+    weights = _load_weights(rows, inside, tl.arange(0, COLUMNS), in_features)
+    after_previous(OVERLAP)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, in_features, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        following = _load_weights(rows, inside, column + COLUMNS, in_features)
+        numbers = tl.load(x + column, mask=column < in_features, other=0.0)
+        sums += weights.to(tl.float32) * numbers.to(tl.float32)[None, :]
+        weights = following
+    outputs = tl.sum(sums, axis=1)  # [ROWS]
+    if GATED:
+        gate, up = tl.split(tl.reshape(outputs, (ROWS // 2, 2)))  # [ROWS / 2] each
+        outputs = gate / (1.0 + tl.exp(-gate)) * up
+        output = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    tl.store(result + output, outputs.to(result.dtype.element_ty), mask=output < out_features)
 
 
 def linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
@@ -104,9 +114,8 @@ def _launch(x: Tensor, weight: Tensor, result: Tensor | None, gated: bool) -> Te
     check_same("sizes", x=tuple(x.shape), weight=(1, in_features))
     check_same("sizes", result=tuple(result.shape), weight=(1, out_features))
     if out_features:
-        rows = ROWS[gated]
         with device_of(x):
-            one_token_kernel[(triton.cdiv(out_features, rows),)](
+            one_token_kernel[(triton.cdiv(weight.shape[0], ROWS),)](
                 x,
                 weight,
                 result,
@@ -114,9 +123,10 @@ def _launch(x: Tensor, weight: Tensor, result: Tensor | None, gated: bool) -> Te
                 out_features,
                 in_features,
                 GATED=gated,
-                ROWS=rows,
+                ROWS=ROWS,
                 COLUMNS=COLUMNS,
                 num_warps=NUM_WARPS,
+                **overlapping(x),
             )
     return result
 
@@ -148,7 +158,7 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
             "out_features": "i32",
             "in_features": "i32",
         }
-        compiled = {"GATED": gated, "ROWS": ROWS[gated], "COLUMNS": COLUMNS}
+        compiled = {"GATED": gated, "ROWS": ROWS, "COLUMNS": COLUMNS, "OVERLAP": capability >= OVERLAPS_FROM}
         return (Compile(one_token_kernel, signature, compiled, NUM_WARPS, label=dtype[1:]),)
 
     return compiles

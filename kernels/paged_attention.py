@@ -45,11 +45,13 @@ from refimpl.kernels.attention_tiles import (
     target_of,
 )
 from refimpl.kernels.launch import device_of, power_of_two
+from refimpl.kernels.overlap import after_previous, overlapping
 from refimpl.kernels.split_plan import SplitPlan, plan_splits
 
 MAX_QUERIES = 16
 """Queries a sequence that this kernel serves; more are a prefill (:mod:`refimpl.kernels.flash_attention`)."""
 SPLITS_AT_ONCE = 16
+MERGE_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -81,9 +83,11 @@ def decode_kernel(
     TILE_D: tl.constexpr,
     OPERAND: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (work item, key/value head, row tile): ``TILE_M`` rows over one split."""
-    item, kv_head, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (key/value head, work item, row tile): ``TILE_M`` rows over one split."""
+    kv_head, item, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    after_previous(OVERLAP)
     sequence, first = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
     end, splits = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
     if end == 0:
@@ -127,9 +131,11 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Program (sequence and query, head): the average of its splits' averages, weighted; 0 where there is no context."""
     sequence, number, head = tl.program_id(0) // MAX_QUERIES, tl.program_id(0) % MAX_QUERIES, tl.program_id(1)
+    after_previous(OVERLAP)
     num_splits = tl.load(splits + 2 * sequence + 1)
     if num_splits == 1:
         return
@@ -246,7 +252,7 @@ def paged_attention(
     split_out = query.new_empty(num_items, Hq, plan.max_queries, D, dtype=torch.float32)
     split_lse = query.new_empty(num_items, Hq, plan.max_queries, dtype=torch.float32)
     sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": padded(D)}
-    grid = (num_items, Hkv, -(-rows // tiles.tile_m))
+    grid = (Hkv, num_items, -(-rows // tiles.tile_m))
     with device_of(query):
         decode_kernel[grid](
             out,
@@ -272,8 +278,10 @@ def paged_attention(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **sizes,
+            **overlapping(query),
         )
         merge_kernel[(len(plan.splits) * plan.max_queries, Hq)](
-            out, split_out, split_lse, cu_seqlens_q, plan.splits, AT_ONCE=SPLITS_AT_ONCE, num_warps=4, **sizes
-        )
+            out, split_out, split_lse, cu_seqlens_q, plan.splits,
+            AT_ONCE=SPLITS_AT_ONCE, num_warps=MERGE_WARPS, **sizes, **overlapping(query),
+        )  # fmt: skip
     return out
