@@ -19,6 +19,7 @@ is rounded or written on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,23 +27,67 @@ import triton.language as tl
 from torch import Tensor
 
 from refimpl.kernels import cases, reference
-from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer
-from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping
+from refimpl.kernels.attention_tiles import operand
+from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer, power_of_two
+from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping, prefetch
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
-COLUMNS = 512
-ROWS = 8
+COLUMNS = 1024
+ROWS = 4
 """Rows of weights a program; with ``GATED`` they are pairs, of gate and of up."""
 NUM_WARPS = 4
+AHEAD = 1024
+"""Numbers of each row that are asked for while the kernel before still runs."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product of several tokens is cut."""
+
+    tokens: int
+    """Tokens there is room for."""
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    ahead: int
+    """Numbers of each row that are asked for while the kernel before still runs."""
+
+
+def few_tokens_tiles(tokens: int) -> Tiles:
+    """The cut for 2 to 16 tokens."""
+    return Tiles(max(8, power_of_two(tokens)), 32, 256, 2, 5, 1024)
 
 
 @triton.jit
-def _load_weights(
-    rows: tl.tensor, inside: tl.tensor, column: tl.tensor, in_features: tl.tensor
-) -> tl.tensor:
+def _weight_rows(
+    weight: tl.tensor, weight_stride: tl.tensor, out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where a program's rows of weights begin, and which of them exist, ``[ROWS]`` each.
+
+    With ``GATED`` the matrix has twice ``out_features`` rows, gate's first; a program takes pairs, side by side.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = row // 2 if GATED else row
+    number = tl.minimum(output, out_features - 1).to(tl.int64)
+    if GATED:
+        number += row % 2 * out_features
+    return weight + number * weight_stride, output < out_features
+
+
+@triton.jit
+def _load_weights(rows: tl.tensor, inside: tl.tensor, column: tl.tensor, in_features: tl.tensor) -> tl.tensor:
     """``[ROWS, COLUMNS]`` of the matrix, read for the only time; 0 outside."""
     there = inside[:, None] & (column < in_features)[None, :]
     return tl.load(rows[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _prefetch_weights(rows: tl.tensor, in_features: tl.tensor, AHEAD: tl.constexpr) -> None:
+    """The first ``AHEAD`` numbers of each row, by cache lines of 128 bytes."""
+    SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    column = tl.minimum(tl.arange(0, AHEAD * SIZE // 128) * (128 // SIZE), in_features - 1)
+    prefetch(rows.to(tl.int64)[:, None] + (column * SIZE)[None, :])
 
 
 @triton.jit
@@ -56,20 +101,16 @@ def one_token_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """``ROWS`` rows of weights; with ``GATED`` the matrix has twice ``out_features`` of them, gate's first.
+    """``ROWS`` rows of weights times one token.
 
     The next weights are on their way while one tile is multiplied; the first are before the kernel before has ended.
     """
-    row = tl.arange(0, ROWS)
-    if GATED:
-        output = tl.program_id(0) * (ROWS // 2) + row // 2
-        rows = weight + (output + row % 2 * out_features).to(tl.int64) * weight_stride
-    else:
-        output = tl.program_id(0) * ROWS + row
-        rows = weight + output.to(tl.int64) * weight_stride
-    inside = output < out_features
+    rows, inside = _weight_rows(weight, weight_stride, out_features, GATED, ROWS)
+    if AHEAD:
+        _prefetch_weights(rows, in_features, AHEAD)
     weights = _load_weights(rows, inside, tl.arange(0, COLUMNS), in_features)
     after_previous(OVERLAP)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -83,12 +124,53 @@ def one_token_kernel(
     if GATED:
         gate, up = tl.split(tl.reshape(outputs, (ROWS // 2, 2)))  # [ROWS / 2] each
         outputs = gate / (1.0 + tl.exp(-gate)) * up
-        output = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    output = tl.program_id(0) * outputs.shape[0] + tl.arange(0, outputs.shape[0])
     tl.store(result + output, outputs.to(result.dtype.element_ty), mask=output < out_features)
 
 
+@triton.jit
+def few_tokens_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    result: tl.tensor,
+    x_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    result_stride: tl.tensor,
+    tokens: tl.tensor,
+    out_features: tl.tensor,
+    in_features: tl.tensor,
+    GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """``ROWS`` rows of weights times up to ``TOKENS`` tokens, by tensor cores; weights are their rows, tokens their columns."""
+    rows, inside = _weight_rows(weight, weight_stride, out_features, GATED, ROWS)
+    if AHEAD:
+        _prefetch_weights(rows, in_features, AHEAD)
+    token = tl.arange(0, TOKENS)
+    exists = (token < tokens)[None, :]
+    after_previous(OVERLAP)
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in range(0, in_features, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        weights = _load_weights(rows, inside, column, in_features).to(OPERAND)  # [ROWS, COLUMNS]
+        there = exists & (column < in_features)[:, None]
+        numbers = tl.load(x + token[None, :] * x_stride + column[:, None], mask=there, other=0.0).to(OPERAND)
+        sums = tl.dot(weights, numbers, sums, input_precision="ieee")
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))  # [ROWS / 2, TOKENS] each
+        sums = gate / (1.0 + tl.exp(-gate)) * up
+    output = tl.program_id(0) * sums.shape[0] + tl.arange(0, sums.shape[0])
+    places = result + token[None, :] * result_stride + output[:, None]
+    tl.store(places, sums.to(result.dtype.element_ty), mask=exists & (output < out_features)[:, None])
+
+
 def linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
-    """:func:`reference.linear` of one token ``x [1, in_features]``. Written to ``result [1, out_features]`` if it is there.
+    """:func:`reference.linear` of up to 16 tokens ``x [T, in_features]``: ``[T, out_features]``, in ``result`` if it is there.
 
     Raises:
         RefimplError: elements of a row lie apart, or sizes differ.
@@ -98,7 +180,7 @@ def linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
-    """:func:`reference.gated_linear` of one token by gate's and up's weights ``[2·I, in_features]``: ``[1, I]``.
+    """:func:`reference.gated_linear` of up to 16 tokens by gate's and up's weights ``[2·I, in_features]``: ``[T, I]``.
 
     Raises:
         RefimplError: elements of a row lie apart, or sizes differ.
@@ -108,26 +190,28 @@ def gated_linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Ten
 
 
 def _launch(x: Tensor, weight: Tensor, result: Tensor | None, gated: bool) -> Tensor:
-    out_features, in_features = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    result = x.new_empty(1, out_features) if result is None else result
+    tokens, out_features, in_features = len(x), weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    result = x.new_empty(tokens, out_features) if result is None else result
     check_last_axis(x=x, weight=weight, result=result)
-    check_same("sizes", x=tuple(x.shape), weight=(1, in_features))
-    check_same("sizes", result=tuple(result.shape), weight=(1, out_features))
-    if out_features:
-        with device_of(x):
+    check_same("sizes", x=x.shape[1], weight=in_features)
+    check_same("sizes", result=tuple(result.shape), x_and_weight=(tokens, out_features))
+    if not out_features or not tokens:
+        return result
+    options = {"GATED": gated} | overlapping(x)
+    sizes = (out_features, in_features)
+    with device_of(x):
+        if tokens == 1:
             one_token_kernel[(triton.cdiv(weight.shape[0], ROWS),)](
-                x,
-                weight,
-                result,
-                weight.stride(0),
-                out_features,
-                in_features,
-                GATED=gated,
-                ROWS=ROWS,
-                COLUMNS=COLUMNS,
-                num_warps=NUM_WARPS,
-                **overlapping(x),
-            )
+                x, weight, result, weight.stride(0), *sizes,
+                ROWS=ROWS, COLUMNS=COLUMNS, AHEAD=AHEAD * options["OVERLAP"], num_warps=NUM_WARPS, **options,
+            )  # fmt: skip
+        else:
+            tiles = few_tokens_tiles(tokens)
+            few_tokens_kernel[(triton.cdiv(weight.shape[0], tiles.rows),)](
+                x, weight, result, x.stride(0), weight.stride(0), result.stride(0), tokens, *sizes,
+                TOKENS=tiles.tokens, ROWS=tiles.rows, COLUMNS=tiles.columns, OPERAND=operand(x.dtype),
+                AHEAD=tiles.ahead * options["OVERLAP"], num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
+            )  # fmt: skip
     return result
 
 
@@ -136,30 +220,35 @@ def _launch(x: Tensor, weight: Tensor, result: Tensor | None, gated: bool) -> Te
 
 def _make(gated: bool) -> Callable[[Shape, torch.dtype, torch.device, int], Case]:
     def case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
-        out_features, in_features = shape["out_features"], shape["in_features"]
+        tokens, out_features, in_features = shape.get("T", 1), shape["out_features"], shape["in_features"]
         random = cases.generator(seed)
-        x = cases.normal(1, in_features, dtype=dtype, device=device, random=random)
+        x = cases.normal(tokens, in_features, dtype=dtype, device=device, random=random, gap=shape.get("gap", 0))
         rows, scale = out_features * (2 if gated else 1), in_features**-0.5
         gap = shape.get("gap", 0)
         weight = cases.normal(rows, in_features, dtype=dtype, device=device, random=random, scale=scale, gap=gap)
-        return Case({"x": x, "weight": weight}, {"result": cases.poisoned(1, out_features, dtype=dtype, device=device)})
+        return Case({"x": x, "weight": weight}, {"result": cases.poisoned(tokens, out_features, dtype=dtype, device=device)})
 
     return case
 
 
 def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
     def compiles(capability: int) -> tuple[Compile, ...]:
-        dtype = pointer(dtypes_for(capability)[0])
-        signature = {
-            "x": dtype,
-            "weight": dtype,
-            "result": dtype,
-            "weight_stride": "i32",
-            "out_features": "i32",
-            "in_features": "i32",
-        }
-        compiled = {"GATED": gated, "ROWS": ROWS, "COLUMNS": COLUMNS, "OVERLAP": capability >= OVERLAPS_FROM}
-        return (Compile(one_token_kernel, signature, compiled, NUM_WARPS, label=dtype[1:]),)
+        dtype = dtypes_for(capability)[0]
+        overlaps = capability >= OVERLAPS_FROM
+        signature = dict.fromkeys(("x", "weight", "result"), pointer(dtype))
+        signature |= dict.fromkeys(("weight_stride", "out_features", "in_features"), "i32")
+        options = {"GATED": gated, "OVERLAP": overlaps}
+        one = {"ROWS": ROWS, "COLUMNS": COLUMNS, "AHEAD": AHEAD * overlaps}
+        found = [Compile(one_token_kernel, signature, options | one, NUM_WARPS, label=f"1 token {signature['x'][1:]}")]
+        signature |= dict.fromkeys(("x_stride", "result_stride", "tokens"), "i32")
+        for tokens in (8, 16) if capability >= 80 else ():
+            tiles = few_tokens_tiles(tokens)
+            cut = {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "COLUMNS": tiles.columns, "AHEAD": tiles.ahead * overlaps}
+            few = options | cut | {"OPERAND": operand(dtype)}
+            label = f"{tokens} tokens {signature['x'][1:]}"
+            odd = frozenset({"tokens"})
+            found.append(Compile(few_tokens_kernel, signature, few, tiles.num_warps, tiles.num_stages, odd, label))
+        return tuple(found)
 
     return compiles
 
@@ -169,7 +258,7 @@ def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
     return KernelSpec(
         name=name,
         summary=summary,
-        axes=("out_features", "in_features", "gap"),
+        axes=("T", "out_features", "in_features", "gap"),
         twin=reference.gated_linear if gated else reference.linear,
         launch=gated_linear if gated else linear,
         outputs=("result",),
@@ -180,6 +269,10 @@ def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
             {"out_features": 9, "in_features": 80, "gap": 3},
             {"out_features": 17, "in_features": 513},
             {"out_features": 8, "in_features": 1024},
+            {"T": 0, "out_features": 8, "in_features": 8},
+            {"T": 2, "out_features": 9, "in_features": 80, "gap": 3},
+            {"T": 9, "out_features": 35, "in_features": 300},
+            {"T": 16, "out_features": 64, "in_features": 256},
         ),
         device_shapes=tuple(
             {"out_features": out_features, "in_features": in_features}
