@@ -42,9 +42,7 @@ def after_previous(OVERLAP: tl.constexpr) -> None:
 @triton.jit
 def prefetch(addresses: tl.tensor) -> None:
     """Have the cache lines at these addresses (int64) brought to the second-level cache; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
 
 
 def overlapping(tensor: Tensor) -> dict[str, bool]:

@@ -181,7 +181,15 @@ def _compiles(capability: int, fused: bool) -> tuple[Compile, ...]:
     block, warps = tile(8192)
     signature = dict.fromkeys(names, pointer(dtypes_for(capability)[0])) | strides | {"H": "i32", "eps": "fp32"}
     kernel = add_rms_norm_kernel if fused else rms_norm_kernel
-    return (Compile(kernel, signature, {"BLOCK_H": block, "OVERLAP": capability >= OVERLAPS_FROM}, warps, label=f"H=8192 {signature['x'][1:]}"),)
+    return (
+        Compile(
+            kernel,
+            signature,
+            {"BLOCK_H": block, "OVERLAP": capability >= OVERLAPS_FROM},
+            warps,
+            label=f"H=8192 {signature['x'][1:]}",
+        ),
+    )
 
 
 def _tolerances(roundings: int) -> dict[torch.dtype, Tolerance]:
@@ -205,7 +213,7 @@ SERVED: tuple[Shape, ...] = (
     {"T": 1, "H": 4096},
     {"T": 64, "H": 4096},
     {"T": 256, "H": 8192},
-    {"T": 4096, "H": 4096},
+    {"T": 8192, "H": 4096},
     {"T": 777, "H": 576, "gap": 8},
 )
 

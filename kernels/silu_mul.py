@@ -81,7 +81,11 @@ def _compiles(capability: int) -> tuple[Compile, ...]:
     dtype = pointer(dtypes_for(capability)[0])
     numbers = {"gate_up_stride": "i32", "product_stride": "i32", "size": "i32"}
     signature = {"gate_up": dtype, "product": dtype} | numbers
-    return (Compile(silu_mul_kernel, signature, {"BLOCK": BLOCK, "OVERLAP": capability >= OVERLAPS_FROM}, NUM_WARPS, label=dtype[1:]),)
+    return (
+        Compile(
+            silu_mul_kernel, signature, {"BLOCK": BLOCK, "OVERLAP": capability >= OVERLAPS_FROM}, NUM_WARPS, label=dtype[1:]
+        ),
+    )
 
 
 SPECS = (
@@ -104,7 +108,7 @@ SPECS = (
             {"T": 1, "I": 14336},
             {"T": 64, "I": 14336},
             {"T": 256, "I": 28672},
-            {"T": 4096, "I": 14336},
+            {"T": 8192, "I": 14336},
             {"T": 777, "I": 1536, "gap": 8},
         ),
         tolerance={

@@ -67,8 +67,8 @@ class Case:
 
     inputs: dict[str, Any]
     """What twin and kernel are given by name: tensors and numbers. The twin changes none; a kernel may say that it does."""
-    out: dict[str, Tensor] = field(default_factory=dict)
-    """What the kernel is given besides: tensors to write into, filled with NaN (-1 where they hold integers)."""
+    out: dict[str, Any] = field(default_factory=dict)
+    """What the kernel is given besides: tensors to write into, filled with NaN (-1 where they hold integers), and plans."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ class KernelSpec:
     flops: Callable[[Shape, torch.dtype], int]
     compiles: Callable[[int], tuple[Compile, ...]]
     """What to compile for a compute capability (75, 80, 89, 90, 100), as the launcher would launch it there."""
+    timed_shapes: tuple[Shape, ...] = ()
+    """For the benchmark alone: too large for the twin in float64."""
     not_on: Mapping[int, str] = field(default_factory=dict)
     """Targets that the kernel is not for, and why, and what is done there instead."""
     complain: Callable[[Case, dict[str, Tensor], dict[str, Tensor]], list[str]] | None = None
