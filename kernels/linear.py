@@ -170,7 +170,7 @@ def few_tokens_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
-    """:func:`reference.linear` of up to 16 tokens ``x [T, in_features]``: ``[T, out_features]``, in ``result`` if it is there.
+    """:func:`reference.linear` of up to 16 tokens ``x [T, in_features]``: ``[T, out_features]``, in ``result`` if given.
 
     Raises:
         RefimplError: elements of a row lie apart, or sizes differ.

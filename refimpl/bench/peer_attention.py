@@ -43,7 +43,7 @@ class FlashAttentionPeer:
     def takes(self, case: Case) -> bool:
         """Whether it reads blocks of this size."""
         B = case.inputs["k_cache"].shape[1]
-        return bool(B % self._interface.page_multiple == 0 and B <= self._interface.largest_page)
+        return bool(B % self._interface.page_multiple == 0 and self._interface.largest_page >= B)
 
     def launching(self, case: Case) -> Callable[[], Any]:
         """A call on the inputs of one of :data:`ATTENTION`; what can be planned is planned here, as ours is."""
