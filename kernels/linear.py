@@ -147,7 +147,7 @@ def few_tokens_kernel(
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """``ROWS`` rows of weights times up to ``TOKENS`` tokens, by tensor cores; weights are their rows, tokens their columns."""
+    """``ROWS`` rows of weights times up to ``TOKENS`` tokens, which are the columns, by tensor cores."""
     rows, inside = _weight_rows(weight, weight_stride, out_features, GATED, ROWS)
     if AHEAD:
         _prefetch_weights(rows, in_features, AHEAD)
