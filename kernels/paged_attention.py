@@ -102,9 +102,9 @@ def decode_kernel(
     real = number < queries
     token = (first_token + number).to(tl.int64)
     q = load_rows(query + token * token_stride + head * query_head_stride, real, HEAD_DIM, TILE_D, OPERAND)  # [M, D]
-    seen_by_all = tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE_N * TILE_N
+    seen_by_all = first + tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE_N * TILE_N
     attended, row_max, row_sum = attend(
-        q, first_position + number, first, first + seen_by_all, end, k_cache + kv_head * head_stride,
+        q, first_position + number, first, seen_by_all, end, k_cache + kv_head * head_stride,
         v_cache + kv_head * head_stride, block_table + sequence.to(tl.int64) * table_stride, scale_log2, block_stride,
         slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR,
     )  # fmt: skip
@@ -255,31 +255,12 @@ def paged_attention(
     grid = (Hkv, num_items, -(-rows // tiles.tile_m))
     with device_of(query):
         decode_kernel[grid](
-            out,
-            split_out,
-            split_lse,
-            query,
-            k_cache,
-            v_cache,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            plan.items,
-            softmax_scale * LOG2_E,
-            *query.stride()[:2],
-            block_table.stride(0),
-            *k_cache.stride()[:3],
-            GROUP=Hq // Hkv,
-            BLOCK_SIZE=k_cache.shape[1],
-            TILE_M=tiles.tile_m,
-            TILE_N=tiles.tile_n,
-            OPERAND=operand(query.dtype, tiles.vector),
-            VECTOR=tiles.vector,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **sizes,
-            **overlapping(query),
-        )
+            out, split_out, split_lse, query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, plan.items,
+            softmax_scale * LOG2_E, *query.stride()[:2], block_table.stride(0), *k_cache.stride()[:3],
+            GROUP=Hq // Hkv, BLOCK_SIZE=k_cache.shape[1], TILE_M=tiles.tile_m, TILE_N=tiles.tile_n,
+            OPERAND=operand(query.dtype, tiles.vector), VECTOR=tiles.vector,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **sizes, **overlapping(query),
+        )  # fmt: skip
         merge_kernel[(len(plan.splits) * plan.max_queries, Hq)](
             out, split_out, split_lse, cu_seqlens_q, plan.splits,
             AT_ONCE=SPLITS_AT_ONCE, num_warps=MERGE_WARPS, **sizes, **overlapping(query),
