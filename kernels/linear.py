@@ -1,6 +1,6 @@
-"""``y = x Wᵀ`` for one token: most of what a decode of one sequence does.
+"""``y = x Wᵀ`` for up to 16 tokens: most of what a decode of a few sequences does.
 
-::
+One token, by plain arithmetic::
 
     W [out, in]  ROWS rows of it are a program's ┌──────────┬──────────┬──
                                                  │ COLUMNS  │ COLUMNS  │ …     times x [in], added up place by place
@@ -8,12 +8,16 @@
                                                  sums [ROWS, COLUMNS] in registers, added up at the end ─► y [ROWS]
 
 Bound by memory: every weight is read once, for one multiplication. An H200 brings 2.2·10¹² weights of 16 bits a second and
-multiplies 33·10¹² numbers, so plain arithmetic keeps up. Tensor cores would multiply 15 tokens of zeros beside the one, and
-want tiles of weights rearranged in shared memory; here a weight goes from memory to the register where it is used, and many
-small programs keep enough loads under way.
+multiplies 33·10¹² numbers, so plain arithmetic keeps up. A weight goes from memory to the register where it is used, with no
+barrier in the loop: ``COLUMNS`` is 8 numbers for each thread, so that weights and x lie alike, and x need not be moved.
 
-With ``GATED`` the rows are those of SwiGLU's two matrices (Shazeer 2020); what is written is ``silu(gate) · up``: neither
-is rounded or written on the way.
+Several tokens would be several multiplications a weight: tensor cores make them, 16 weights' rows by 8 or 16 tokens at once.
+
+Weights depend on no kernel, so the first of them are asked for while the kernel before still runs
+(:mod:`refimpl.kernels.overlap`).
+
+With ``GATED`` the rows are those of SwiGLU's two matrices (Shazeer 2020), a pair of rows side by side; what is written is
+``silu(gate) · up``: neither is rounded or written on the way.
 """
 
 from __future__ import annotations
