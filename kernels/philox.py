@@ -24,10 +24,11 @@ class Purpose(enum.IntEnum):
     """What a random number is for; each use at one position has its own."""
 
     TARGET = 0
-    """Drawing a token from the model's distribution."""
+    """Drawing a token from the model's distribution, or from what a rejection leaves of it."""
     DRAFT = 1
+    """Drawing a token from a draft's distribution."""
     ACCEPT = 2
-    RESIDUAL = 3
+    """Accepting a draft."""
 
 
 ROOT_PATH = 0

@@ -89,10 +89,10 @@ class Sampler:
         all_random = len(rows.whole) + len(rows.ranked) == len(logits)
         token_ids = rows.position.clone() if all_random else argmax(logits)
         if rows.whole:
-            chosen = _select(rows.whole, logits)
+            chosen = select(rows.whole, logits)
             token_ids[chosen] = draw(tempered(logits[chosen], rows, chosen).softmax(-1), _uniform(rows)[chosen])
         if rows.ranked:
-            chosen = _select(rows.ranked, logits)
+            chosen = select(rows.ranked, logits)
             token_ids[chosen] = self._draw_ranked(tempered(logits[chosen], rows, chosen), rows, chosen)
         if logits is not raw:
             token_ids = torch.where(usable(logits), token_ids, NOTHING_LEFT)
@@ -126,8 +126,8 @@ Chosen = Int64[Tensor, "chosen"] | slice
 """Some rows by number, or all of them."""
 
 
-def _select(rows: list[int], logits: Float[Tensor, "R V"]) -> Chosen:
-    """All rows are not copied."""
+def select(rows: list[int], logits: Float[Tensor, "R V"]) -> Chosen:
+    """What to index some rows of the logits by. All rows are not copied."""
     return slice(None) if len(rows) == len(logits) else to_device(torch.tensor(rows), logits.device)
 
 
