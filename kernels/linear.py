@@ -23,44 +23,29 @@ With ``GATED`` the rows are those of SwiGLU's two matrices (Shazeer 2020), a pai
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from refimpl.errors import RefimplError
 from refimpl.kernels import cases, reference
 from refimpl.kernels.attention_tiles import operand
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer, power_of_two
-from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping, prefetch
+from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
+MOST_TOKENS = 16
 COLUMNS = 1024
 ROWS = 4
 """Rows of weights a program; with ``GATED`` they are pairs, of gate and of up."""
 NUM_WARPS = 4
-AHEAD = 1024
-"""Numbers of each row that are asked for while the kernel before still runs."""
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a product of several tokens is cut."""
-
-    tokens: int
-    """Tokens there is room for."""
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
-    ahead: int
-    """Numbers of each row that are asked for while the kernel before still runs."""
-
-
-def few_tokens_tiles(tokens: int) -> Tiles:
-    """The cut for 2 to 16 tokens."""
-    return Tiles(max(8, power_of_two(tokens)), 32, 256, 2, 5, 1024)
+FEW_COLUMNS = 256
+FEW_ROWS = 32
+FEW_WARPS = 2
+FEW_STAGES = 5
+"""Several tokens: 4 tiles of 16 kB of weights are on their way for each program, of which two fit a multiprocessor."""
 
 
 @triton.jit
@@ -87,14 +72,6 @@ def _load_weights(rows: tl.tensor, inside: tl.tensor, column: tl.tensor, in_feat
 
 
 @triton.jit
-def _prefetch_weights(rows: tl.tensor, in_features: tl.tensor, AHEAD: tl.constexpr) -> None:
-    """The first ``AHEAD`` numbers of each row, by cache lines of 128 bytes."""
-    SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
-    column = tl.minimum(tl.arange(0, AHEAD * SIZE // 128) * (128 // SIZE), in_features - 1)
-    prefetch(rows.to(tl.int64)[:, None] + (column * SIZE)[None, :])
-
-
-@triton.jit
 def one_token_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -105,7 +82,6 @@ def one_token_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """``ROWS`` rows of weights times one token.
@@ -113,8 +89,6 @@ def one_token_kernel(
     The next weights are on their way while one tile is multiplied; the first are before the kernel before has ended.
     """
     rows, inside = _weight_rows(weight, weight_stride, out_features, GATED, ROWS)
-    if AHEAD:
-        _prefetch_weights(rows, in_features, AHEAD)
     weights = _load_weights(rows, inside, tl.arange(0, COLUMNS), in_features)
     after_previous(OVERLAP)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -143,18 +117,14 @@ def few_tokens_kernel(
     tokens: tl.tensor,
     out_features: tl.tensor,
     in_features: tl.tensor,
-    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     OPERAND: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """``ROWS`` rows of weights times up to ``TOKENS`` tokens, which are the columns, by tensor cores."""
-    rows, inside = _weight_rows(weight, weight_stride, out_features, GATED, ROWS)
-    if AHEAD:
-        _prefetch_weights(rows, in_features, AHEAD)
+    rows, inside = _weight_rows(weight, weight_stride, out_features, False, ROWS)
     token = tl.arange(0, TOKENS)
     exists = (token < tokens)[None, :]
     after_previous(OVERLAP)
@@ -165,58 +135,63 @@ def few_tokens_kernel(
         there = exists & (column < in_features)[:, None]
         numbers = tl.load(x + token[None, :] * x_stride + column[:, None], mask=there, other=0.0).to(OPERAND)
         sums = tl.dot(weights, numbers, sums, input_precision="ieee")
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))  # [ROWS / 2, TOKENS] each
-        sums = gate / (1.0 + tl.exp(-gate)) * up
-    output = tl.program_id(0) * sums.shape[0] + tl.arange(0, sums.shape[0])
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     places = result + token[None, :] * result_stride + output[:, None]
-    tl.store(places, sums.to(result.dtype.element_ty), mask=exists & (output < out_features)[:, None])
+    tl.store(places, sums.to(result.dtype.element_ty), mask=exists & inside[:, None])
 
 
 def linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
     """:func:`reference.linear` of up to 16 tokens ``x [T, in_features]``: ``[T, out_features]``, in ``result`` if given.
 
     Raises:
-        RefimplError: elements of a row lie apart, or sizes differ.
+        RefimplError: elements of a row lie apart, sizes differ, or there are more tokens.
 
     """
-    return _launch(x, weight, result, gated=False)
+    tokens, sizes = len(x), weight.shape
+    result = _checked(x, weight, result, sizes[0], MOST_TOKENS)
+    if tokens == 1 and sizes[0]:
+        _one_token(x, weight, result, gated=False)
+    elif result.numel():
+        strides = (x.stride(0), weight.stride(0), result.stride(0))
+        room = max(8, power_of_two(tokens))
+        with device_of(x):
+            few_tokens_kernel[(triton.cdiv(sizes[0], FEW_ROWS),)](
+                x, weight, result, *strides, tokens, *sizes,
+                TOKENS=room, ROWS=FEW_ROWS, COLUMNS=FEW_COLUMNS, OPERAND=operand(x.dtype),
+                num_warps=FEW_WARPS, num_stages=FEW_STAGES, **overlapping(x),
+            )  # fmt: skip
+    return result
 
 
 def gated_linear(x: Tensor, weight: Tensor, result: Tensor | None = None) -> Tensor:
-    """:func:`reference.gated_linear` of up to 16 tokens by gate's and up's weights ``[2·I, in_features]``: ``[T, I]``.
+    """:func:`reference.gated_linear` of one token by gate's and up's weights ``[2·I, in_features]``: ``[1, I]``.
 
     Raises:
-        RefimplError: elements of a row lie apart, or sizes differ.
+        RefimplError: elements of a row lie apart, sizes differ, or there are more tokens.
 
     """
-    return _launch(x, weight, result, gated=True)
-
-
-def _launch(x: Tensor, weight: Tensor, result: Tensor | None, gated: bool) -> Tensor:
-    tokens, out_features, in_features = len(x), weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    result = x.new_empty(tokens, out_features) if result is None else result
-    check_last_axis(x=x, weight=weight, result=result)
-    check_same("sizes", x=x.shape[1], weight=in_features)
-    check_same("sizes", result=tuple(result.shape), x_and_weight=(tokens, out_features))
-    if not out_features or not tokens:
-        return result
-    options = {"GATED": gated} | overlapping(x)
-    sizes = (out_features, in_features)
-    with device_of(x):
-        if tokens == 1:
-            one_token_kernel[(triton.cdiv(weight.shape[0], ROWS),)](
-                x, weight, result, weight.stride(0), *sizes,
-                ROWS=ROWS, COLUMNS=COLUMNS, AHEAD=AHEAD * options["OVERLAP"], num_warps=NUM_WARPS, **options,
-            )  # fmt: skip
-        else:
-            tiles = few_tokens_tiles(tokens)
-            few_tokens_kernel[(triton.cdiv(weight.shape[0], tiles.rows),)](
-                x, weight, result, x.stride(0), weight.stride(0), result.stride(0), tokens, *sizes,
-                TOKENS=tiles.tokens, ROWS=tiles.rows, COLUMNS=tiles.columns, OPERAND=operand(x.dtype),
-                AHEAD=tiles.ahead * options["OVERLAP"], num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
-            )  # fmt: skip
+    result = _checked(x, weight, result, weight.shape[0] // 2, 1)
+    if result.numel():
+        _one_token(x, weight, result, gated=True)
     return result
+
+
+def _checked(x: Tensor, weight: Tensor, result: Tensor | None, out_features: int, most_tokens: int) -> Tensor:
+    result = x.new_empty(len(x), out_features) if result is None else result
+    check_last_axis(x=x, weight=weight, result=result)
+    check_same("sizes", x=x.shape[1], weight=weight.shape[1])
+    check_same("sizes", result=tuple(result.shape), x_and_weight=(len(x), out_features))
+    if len(x) > most_tokens:
+        raise RefimplError(f"x has {len(x)} tokens; the kernel takes up to {most_tokens}: use torch's product for more")
+    return result
+
+
+def _one_token(x: Tensor, weight: Tensor, result: Tensor, gated: bool) -> None:
+    with device_of(x):
+        one_token_kernel[(triton.cdiv(len(weight), ROWS),)](
+            x, weight, result, weight.stride(0), result.shape[1], weight.shape[1],
+            GATED=gated, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS, **overlapping(x),
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- what is registered
@@ -241,20 +216,24 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
         overlaps = capability >= OVERLAPS_FROM
         signature = dict.fromkeys(("x", "weight", "result"), pointer(dtype))
         signature |= dict.fromkeys(("weight_stride", "out_features", "in_features"), "i32")
-        options = {"GATED": gated, "OVERLAP": overlaps}
-        one = {"ROWS": ROWS, "COLUMNS": COLUMNS, "AHEAD": AHEAD * overlaps}
-        found = [Compile(one_token_kernel, signature, options | one, NUM_WARPS, label=f"1 token {signature['x'][1:]}")]
+        one = {"GATED": gated, "ROWS": ROWS, "COLUMNS": COLUMNS, "OVERLAP": overlaps}
+        found = [Compile(one_token_kernel, signature, one, NUM_WARPS, label=f"1 token {signature['x'][1:]}")]
         signature |= dict.fromkeys(("x_stride", "result_stride", "tokens"), "i32")
-        for tokens in (8, 16) if capability >= 80 else ():
-            tiles = few_tokens_tiles(tokens)
-            cut = {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "COLUMNS": tiles.columns, "AHEAD": tiles.ahead * overlaps}
-            few = options | cut | {"OPERAND": operand(dtype)}
-            label = f"{tokens} tokens {signature['x'][1:]}"
-            odd = frozenset({"tokens"})
-            found.append(Compile(few_tokens_kernel, signature, few, tiles.num_warps, tiles.num_stages, odd, label))
+        odd = frozenset({"tokens"})
+        for room in () if gated or capability < 80 else (8, 16):
+            few = {"TOKENS": room, "ROWS": FEW_ROWS, "COLUMNS": FEW_COLUMNS, "OPERAND": operand(dtype), "OVERLAP": overlaps}
+            label = f"{room} tokens {signature['x'][1:]}"
+            found.append(Compile(few_tokens_kernel, signature, few, FEW_WARPS, FEW_STAGES, odd, label))
         return tuple(found)
 
     return compiles
+
+
+FEW_TOKENS: tuple[Shape, ...] = (
+    {"T": 2, "out_features": 9, "in_features": 80, "gap": 3},
+    {"T": 9, "out_features": 35, "in_features": 300},
+    {"T": 16, "out_features": 64, "in_features": 256},
+)
 
 
 def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
@@ -274,9 +253,7 @@ def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
             {"out_features": 17, "in_features": 513},
             {"out_features": 8, "in_features": 1024},
             {"T": 0, "out_features": 8, "in_features": 8},
-            {"T": 2, "out_features": 9, "in_features": 80, "gap": 3},
-            {"T": 9, "out_features": 35, "in_features": 300},
-            {"T": 16, "out_features": 64, "in_features": 256},
+            *(() if gated else FEW_TOKENS),
         ),
         device_shapes=tuple(
             {"out_features": out_features, "in_features": in_features}
@@ -285,6 +262,11 @@ def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
                 if gated
                 else [(6144, 4096), (4096, 4096), (4096, 14336), (128_256, 4096), (49_152, 576)]
             )
+        )
+        + (
+            ()
+            if gated
+            else tuple({"T": T, "out_features": 4096, "in_features": H} for T in (2, 8, 16) for H in (4096, 14336))
         ),
         tolerance={
             torch.float32: Tolerance(1e-6, 4e-6, "sums of up to 14,336 products of about 1, in another order"),

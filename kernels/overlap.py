@@ -39,12 +39,6 @@ def after_previous(OVERLAP: tl.constexpr) -> None:
         gdc_launch_dependents()
 
 
-@triton.jit
-def prefetch(addresses: tl.tensor) -> None:
-    """Have the cache lines at these addresses (int64) brought to the second-level cache; nothing waits for them."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
-
-
 def overlapping(tensor: Tensor) -> dict[str, bool]:
     """What a launch on the tensor's device says of it: the kernel's ``OVERLAP``, and Triton's ``launch_pdl``."""
     if tensor.is_cuda and _capability(tensor.device) >= OVERLAPS_FROM:
