@@ -13,15 +13,16 @@ from refimpl.kernels.flash_attention import flash_attention, plan_prefill, prefi
 from refimpl.kernels.launch import dtypes_for, pointer
 from refimpl.kernels.overlap import OVERLAPS_FROM
 from refimpl.kernels.paged_attention import (
-    SPLITS_AT_ONCE,
+    HEADS_AT_ONCE,
     decode_kernel,
     decode_tiles,
     merge_kernel,
     paged_attention,
     plan_decode,
+    splits_at_once,
 )
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape
-from refimpl.kernels.split_plan import FEWEST, MANY, WAVES, SplitPlan, plan_kernel
+from refimpl.kernels.split_plan import FEWEST, MERGE, START, WAVES, WEIGHED, SplitPlan, plan_kernel
 
 TOKEN_LISTS = ("cu_seqlens_q", "seqused_k")
 STRIDES = ("token_stride", "query_head_stride", "table_stride", "block_stride", "slot_stride", "head_stride")
@@ -99,7 +100,17 @@ def decode_compiles(target: int) -> tuple[Compile, ...]:
     plan = Compile(
         plan_kernel,
         dict.fromkeys(("items", "splits", *TOKEN_LISTS), "*i32") | dict.fromkeys(numbers, "i32"),
-        {"MAX_QUERIES": 1, "TILE_N": 64, "FEWEST": FEWEST, "MANY": MANY, "WAVES": WAVES, "SEQUENCES": 256, "CHUNK": 32},
+        {
+            "MAX_QUERIES": 1,
+            "TILE_N": 64,
+            "FEWEST": FEWEST,
+            "WAVES": WAVES,
+            "START": START,
+            "MERGE": MERGE,
+            "WEIGHED": WEIGHED,
+            "SEQUENCES": 256,
+            "CHUNK": 32,
+        },
         unaligned=frozenset(numbers),
         label="plan",
     )
@@ -111,7 +122,8 @@ def decode_compiles(target: int) -> tuple[Compile, ...]:
             "MAX_QUERIES": 1,
             "HEAD_DIM": 128,
             "TILE_D": 128,
-            "AT_ONCE": SPLITS_AT_ONCE,
+            "TILE_H": HEADS_AT_ONCE,
+            "AT_ONCE": splits_at_once(128),
             "OVERLAP": target >= OVERLAPS_FROM,
         },
         label="merge",
