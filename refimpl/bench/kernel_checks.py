@@ -12,7 +12,17 @@ Row = Mapping[str, Any]
 LARGE = 10**9
 """Bytes from which on a decode's attention is long enough to be held against the ceiling alone."""
 MOVERS = frozenset(
-    "rms_norm add_rms_norm silu_mul rotary write_kv turn_and_write_kv copy_blocks gather_blocks scatter_blocks".split()
+    [
+        "rms_norm",
+        "add_rms_norm",
+        "silu_mul",
+        "rotary",
+        "write_kv",
+        "turn_and_write_kv",
+        "copy_blocks",
+        "gather_blocks",
+        "scatter_blocks",
+    ]
 )
 """Kernels that do little but move numbers."""
 MOVED = 6 * 10**7

@@ -82,6 +82,7 @@ def measure(
     """The figures of one kernel at one shape, and the peer's beside those of attention."""
     native = torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = next(one for one in DTYPES if one in spec.tolerance and (native or one != torch.bfloat16))
+    moved, flops = spec.bytes_moved(shape, dtype), spec.flops(shape, dtype)
     copies = cold_copies(spec, shape, dtype, device)
     microseconds = time_launches([_launching(spec, case) for case in copies], repeats)
     beside = {}
@@ -89,7 +90,6 @@ def measure(
         beside["copy_microseconds"] = time_copies(moved, len(copies), device, repeats)
     if peer and spec.name in ATTENTION and peer.takes(copies[0]):
         beside["peer_microseconds"] = time_launches([peer.launching(case) for case in copies], repeats)
-    moved, flops = spec.bytes_moved(shape, dtype), spec.flops(shape, dtype)
     bound = max(moved / ceilings["bytes_per_second"], flops / ceilings["flops_per_second"]) * 1e6
     return {
         "kernel": spec.name,
