@@ -91,11 +91,9 @@ def decode_kernel(
     after_previous(OVERLAP)
     sequence, first = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
     end, splits = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
-    if end == 0:
-        return
     first_token = tl.load(cu_seqlens_q + sequence)
     queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    if row_tile * TILE_M >= queries * GROUP:
+    if (end == 0) | (row_tile * TILE_M >= queries * GROUP):
         return
     first_position = tl.load(seqused_k + sequence) - queries
     rows = row_tile * TILE_M + tl.arange(0, TILE_M)  # [M]
@@ -110,14 +108,13 @@ def decode_kernel(
         slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR,
     )  # fmt: skip
     # A later query's split may hold nothing that an earlier query sees: its average is 0 there, with weight 2^−inf.
-    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
-    average = attended / row_sum[:, None]
+    average = attended / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if splits == 1:
         store_rows(out + (token * HEADS + head) * HEAD_DIM, average, real, HEAD_DIM, TILE_D)
     else:
         place = (item.to(tl.int64) * HEADS + head) * MAX_QUERIES + number
         store_rows(split_out + place * HEAD_DIM, average, real, HEAD_DIM, TILE_D)
-        tl.store(split_lse + place, row_max + tl.log2(row_sum), real)
+        tl.store(split_lse + place, row_max + tl.log2(tl.where(row_sum == 0, 1.0, row_sum)), real)
 
 
 @triton.jit
