@@ -230,12 +230,12 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
         signature |= dict.fromkeys(("weight_stride", "out_features", "in_features"), "i32")
         one = {"GATED": gated, "ROWS": ROWS, "COLUMNS": COLUMNS, "OVERLAP": overlaps}
         found = [Compile(one_token_kernel, signature, one, NUM_WARPS, label=f"1 token {signature['x'][1:]}")]
-        signature |= dict.fromkeys(("x_stride", "result_stride", "tokens"), "i32")
+        several = signature | dict.fromkeys(("x_stride", "result_stride", "tokens"), "i32")
         odd = frozenset({"tokens"})
         for room in () if gated or capability < 80 else (8, 16):
             few = {"TOKENS": room, "ROWS": FEW_ROWS, "COLUMNS": FEW_COLUMNS, "OPERAND": operand(dtype), "OVERLAP": overlaps}
             label = f"{room} tokens {signature['x'][1:]}"
-            found.append(Compile(few_tokens_kernel, signature, few, FEW_WARPS, FEW_STAGES, odd, label))
+            found.append(Compile(few_tokens_kernel, several, few, FEW_WARPS, FEW_STAGES, odd, label))
         return tuple(found)
 
     return compiles
