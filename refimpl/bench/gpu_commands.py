@@ -23,6 +23,9 @@ def kernels(
     names: Annotated[list[str] | None, typer.Argument(help="Kernels to measure; all, if none is named.")] = None,
     *,
     repeats: Annotated[int, typer.Option(help="Replays of which the median is taken.")] = 20,
+    compare: Annotated[
+        str, typer.Option(help="flash-attn (whichever is installed, beside our attention), or none.")
+    ] = "none",
     as_json: AsJson = False,
     save: Save = None,
 ) -> None:
@@ -30,7 +33,9 @@ def kernels(
     from refimpl.bench.kernels import run
     from refimpl.bench.result import report_result
 
-    report_result(run(names or (), repeats=repeats), as_json, save)
+    if compare not in ("flash-attn", "none"):
+        raise ConfigError(f"compare is {compare!r}; it must be flash-attn or none")
+    report_result(run(names or (), repeats=repeats, compare=compare == "flash-attn"), as_json, save)
 
 
 @bench.command("serve-sim")

@@ -240,13 +240,18 @@ def _offline(result: dict[str, Any]) -> str:
 
 def _kernels(result: dict[str, Any]) -> str:
     ceilings = result["results"]["ceilings"]
-    head = "| kernel | shape | dtype | µs | MB | share of the ceiling |\n|---|---|---|---|---|---|\n"
+    measured = result["results"]["kernels"]
+    peer = result["results"].get("peer", "none")
+    beside = f" {peer}, µs |" if peer != "none" else ""
+    head = f"| kernel | shape | dtype | µs | MB | share of the ceiling |{beside}\n|---|---|---|---|---|---|"
+    head += "---|\n" if beside else "\n"
     rows = ""
-    for row in result["results"]["kernels"]:
+    for row in measured:
         shape = ", ".join(f"{axis} {size:,}" for axis, size in row["shape"].items())
         warm = "" if row["cold"] else " (from the cache)"
         rows += f"| {row['kernel']} | {shape} | {row['dtype']} | {row['microseconds']:,.1f} | {row['bytes'] / 1e6:,.2f} | "
-        rows += f"{row['share']:.0%}{warm} |\n"
+        theirs = f"{row['peer_microseconds']:,.1f}" if "peer_microseconds" in row else ""
+        rows += f"{row['share']:.0%}{warm} |" + (f" {theirs} |\n" if beside else "\n")
     told = (
         f"\nCeilings of this run: {ceilings['read_bytes_per_second'] / 1e12:.2f} TB/s read, "
         f"{ceilings['copy_bytes_per_second'] / 1e12:.2f} TB/s copied, {ceilings['flops_per_second'] / 1e12:,.0f} TFLOP/s in "
