@@ -123,6 +123,7 @@ def rotate(x: Float[Tensor, "T heads D"], rotation: Rotation | TableRotation) ->
         from refimpl.kernels.rotary import rotary
 
         return rotary(x, rotation.positions, rotation.cos, rotation.sin)
-    halves = x.unflatten(-1, (2, -1))
-    turned: Tensor = torch.addcmul(halves * rotation.cos, halves.flip(-2), rotation.signed_sin)
-    return turned.flatten(-2).to(x.dtype)
+    tokens, heads, head_dim = x.shape
+    halves = x.view(tokens, heads, 2, head_dim // 2)
+    turned = torch.addcmul(halves * rotation.cos, halves.flip(-2), rotation.signed_sin)
+    return turned.view(x.shape).to(x.dtype)
