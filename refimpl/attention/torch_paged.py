@@ -3,8 +3,8 @@
 Each sequence's new tokens are cut into *tiles* of at most 256 queries. A tile sees the context up to its last query, so a
 long prompt skips most of the upper triangle of its scores. Tiles with equally many queries and contexts of similar length
 are stacked into a *group*: all decodes of a step make one group, or a few. A group gathers whole blocks through its block
-tables (a block is one contiguous copy; on a CPU blocks that follow each other are read where they are), and folds the ``G`` query heads of a key/value head into rows, so that keys and
-values are never repeated::
+tables (a block is one contiguous copy; on a CPU blocks that follow each other are read where they are), and folds the ``G``
+query heads of a key/value head into rows, so that keys and values are never repeated::
 
     query  [T, Hq, D]  ─ rows of the group ─►  [tiles, Hkv, n·G, D]
     cache  [blocks, B, Hkv, D]  ─ tables ───►  [tiles, Hkv, L,   D]   ─ softmax(q kᵀ) v ─►  [T, Hq, D]

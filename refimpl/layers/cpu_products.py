@@ -3,8 +3,8 @@
 A decode step reads every weight once for a handful of tokens, so it is bound by memory bandwidth: by how many bytes a weight
 has, and by how far a product reaches the bandwidth.
 
-- Weights of 16 bits, where the CPU has no products of bfloat16 (which come with AVX-512): FBGEMM's, which reads the weights in
-  float16 and multiplies in float32. float16 holds every bfloat16 number from 2⁻¹⁴ to 65,504 in magnitude as it is; a smaller
+- Weights of 16 bits, where the CPU has no products of bfloat16 (which come with AVX-512): FBGEMM's, which reads the weights
+  in float16 and multiplies in float32. float16 holds every bfloat16 number from 2⁻¹⁴ to 65,504 in magnitude as it is; a smaller
   one is rounded by less than 2⁻²⁵. A weight beyond is left as it is.
 - Other weights: oneDNN's own packed layout, read in the order in which the product wants it: up to twice as fast as a plain
   one for several tokens. A single token of float32 it brings to half the bandwidth without AVX-512; a small model's weights
