@@ -36,8 +36,7 @@ class Attention(nn.Module):
         """Attention of this step's tokens over all tokens of their own sequences up to themselves."""
         heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query = self._turn_and_write(heads, rotation, layer_kv, attention)
-        attended = attention.attend(layer_kv, query).flatten(1)
-        projected: Tensor = self.o_proj(attended.to(x.dtype))
+        projected: Tensor = self.o_proj(attention.attend(layer_kv, query).flatten(1))
         return projected
 
     def _turn_and_write(

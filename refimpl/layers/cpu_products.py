@@ -4,12 +4,12 @@ A decode step reads every weight once for a handful of tokens, so it is bound by
 has, and by how far a product reaches the bandwidth.
 
 - Weights of 16 bits, where the CPU has no products of bfloat16 (which come with AVX-512): FBGEMM's, which reads the weights
-  in float16 and multiplies in float32. float16 holds every bfloat16 number from 2⁻¹⁴ to 65,504 in magnitude as it is; a smaller
-  one is rounded by less than 2⁻²⁵. A weight beyond is left as it is.
+  in float16 and multiplies in float32. float16 holds every bfloat16 number from 2⁻¹⁴ to 65,504 in magnitude as it is; a
+  smaller one is rounded by less than 2⁻²⁵. A larger one leaves its matrix as it is.
 - Other weights: oneDNN's own packed layout, read in the order in which the product wants it: up to twice as fast as a plain
-  one for several tokens. A single token of float32 it brings to half the bandwidth without AVX-512; a small model's weights
-  are kept twice then, for that token ``Wᵀ`` where the output is the longer side (the product adds up whole rows of it), else
-  ``W`` as it is (a sum over a whole row for each output).
+  one for several tokens. A single token of float32 it multiplies at less than the bandwidth; a small model's weights are kept
+  twice then, for that token ``Wᵀ`` where the output is the longer side (the product adds up whole rows of it), else ``W`` as
+  it is (a sum over a whole row for each output).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ PACK_FOR_TOKENS = 8
 
 
 class Product(Protocol):
-    """``x Wᵀ`` with a weight of its own, in the dtype of x."""
+    """``x Wᵀ`` with a weight of its own."""
+
+    dtype: torch.dtype
+    """What it multiplies in: x is brought to it, and the product has it."""
 
     def __call__(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
         """The product."""
@@ -34,14 +37,16 @@ class Product(Protocol):
 class ByFbgemm:
     """The weight in float16, products and sums in float32 (Khudia et al. 2021, "FBGEMM")."""
 
+    dtype = torch.float32
+
     def __init__(self, weight: Float[Tensor, "out_features in_features"]) -> None:
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
         self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
 
     def __call__(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
-        """The product; x is multiplied in float32."""
+        """The product."""
         product: Tensor = self._multiply(x.float(), self._packed)
-        return product.to(x.dtype)
+        return product
 
     @staticmethod
     def serves(weight: Float[Tensor, "out_features in_features"]) -> bool:
@@ -55,14 +60,14 @@ class ByOneDNN:
     """The weight in oneDNN's packed layout and its own dtype."""
 
     def __init__(self, weight: Float[Tensor, "out_features in_features"]) -> None:
-        self._dtype = weight.dtype
+        self.dtype = weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR_TOKENS)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
-        """The product; x is rounded to the weight's dtype."""
-        product: Tensor = self._multiply(x.to(self._dtype), self._packed, None, "none", [], "")
-        return product.to(x.dtype)
+        """The product."""
+        product: Tensor = self._multiply(x.to(self.dtype), self._packed, None, "none", [], "")
+        return product
 
     @staticmethod
     def serves(weight: Float[Tensor, "out_features in_features"]) -> bool:
@@ -75,12 +80,13 @@ class OneTokenApart:
 
     def __init__(self, weight: Float[Tensor, "out_features in_features"]) -> None:
         out_features, in_features = weight.shape
+        self.dtype = weight.dtype
         self._transposed = weight.t().contiguous() if out_features >= in_features else weight.t()
         self._several = ByOneDNN(weight)
 
     def __call__(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
         """The product."""
-        return x @ self._transposed if len(x) == 1 else self._several(x)
+        return x.to(self.dtype) @ self._transposed if len(x) == 1 else self._several(x)
 
 
 def fastest_product(weight: Float[Tensor, "out_features in_features"], twice: bool) -> Product | None:
@@ -91,7 +97,7 @@ def fastest_product(weight: Float[Tensor, "out_features in_features"], twice: bo
     if weight.device.type != "cpu":
         return None
     if ByOneDNN.serves(weight):
-        return OneTokenApart(weight) if twice and weight.dtype == torch.float32 and _without_avx512() else ByOneDNN(weight)
+        return OneTokenApart(weight) if twice and weight.dtype == torch.float32 else ByOneDNN(weight)
     return ByFbgemm(weight) if ByFbgemm.serves(weight) else None
 
 
@@ -103,6 +109,3 @@ def runs(product: type[ByFbgemm] | type[ByOneDNN], dtype: torch.dtype) -> bool:
         return False
     return True
 
-
-def _without_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"

@@ -25,6 +25,11 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
         self._product: Product | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it multiplies in: x is brought to it, and the product has it."""
+        return self.weight.dtype if self._product is None else self._product.dtype
+
     def pack(self, keep_plain: bool = False, twice: bool = False) -> None:
         """Move the weight into the layouts that are fastest on this CPU, where there are any; else leave it as it is.
 
@@ -40,14 +45,14 @@ class Linear(nn.Module):
         self._product = None
 
     def forward(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
-        """``x Wᵀ``, in the dtype of x."""
+        """``x Wᵀ``, in :attr:`dtype`."""
         if self._product is not None:
             return self._product(x)
         if one_token_by_triton(x):
             from refimpl.kernels import linear as kernel
 
             return kernel.linear(x, self.weight)
-        return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
+        return F.linear(x.to(self.weight.dtype), self.weight)
 
 
 def one_token_by_triton(x: Float[Tensor, "T in_features"]) -> bool:

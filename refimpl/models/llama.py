@@ -83,7 +83,7 @@ class LlamaForCausalLM(nn.Module):
         """The hidden state of each token of a step, after the last norm."""
         x = F.embedding(input_ids, self.embed_tokens).to(self.activations)
         residual = None
-        rotation = self.rotary(positions)
+        rotation = self.rotary(positions, self.lm_head.dtype)
         for layer, layer_kv in zip(self.layers, kv_cache, strict=True):
             x, residual = layer(x, residual, rotation, layer_kv, attention)
         hidden: Tensor
