@@ -126,12 +126,12 @@ def test_what_was_measured_is_kept_when_it_is_interrupted(monkeypatch, clock, tm
     result = run(monkeypatch, ours, FakeSide(clock, 1e-3), repeats=2)
     assert result.results["decode_b1"]["repeats"] == 2
     assert [result.results[name] for name in NAMES[1:]] == [{"not_measured": reason}] * 2
-    whole = tmp_path / "throughput-x-2026-01-01.json"
+    whole = tmp_path / "throughput-x-bfloat16-2026-01-01.json"
     whole.write_text("{}")
     result.setting.update(hardware="x", date="2026-01-01")
     with pytest.raises(SystemExit, match="1"):
         report_result(result, True, tmp_path)
-    kept = json.loads((tmp_path / "throughput-x-2026-01-01-partial.json").read_text())
+    kept = json.loads((tmp_path / "throughput-x-bfloat16-2026-01-01-partial.json").read_text())
     assert kept["results"] == json.loads(json.dumps(result.results))
     assert whole.read_text() == "{}", "a part never takes the whole's place"
 

@@ -15,7 +15,7 @@ from refimpl.errors import ConfigError
 bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")]
-Save = Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")]
+Save = Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DTYPE-DATE.json into this folder.")]
 
 
 @bench.command()
