@@ -14,7 +14,7 @@ has, and by how far a product reaches the bandwidth.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,7 @@ PACK_FOR_TOKENS = 8
 """The number of rows that oneDNN's layout is chosen for; it serves any number."""
 
 
+@runtime_checkable
 class Product(Protocol):
     """``x Wᵀ`` with a weight of its own."""
 
