@@ -14,6 +14,7 @@ from typing import Any
 
 from refimpl.errors import ConfigError, UnknownOptionError
 from refimpl.rope_config import RopeConfig as RopeConfig
+from refimpl.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 GIB = 1024**3
@@ -150,6 +151,9 @@ class EngineArgs:
     cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
     attention_backend: Any = _option("auto", "auto, torch, triton or flash_attn; in Python also an AttentionBackend object.")
     enforce_eager: bool = _option(False, "Start every kernel of a decode step on its own, without CUDA graphs.")
+    speculative_config: Any = _option(
+        None, 'Draft tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 4}; in Python a dict.'
+    )
     async_scheduling: bool | None = _option(None, "Plan a step while the last one computes; default: on a GPU only.")
     max_logprobs: int = _option(20, "Most log-probabilities a token that a request may ask for; -1: no limit.")
     logits_hook: Any = field(default=None, metadata={"help": "In Python only: a LogitsHook for every row.", "cli": False})
@@ -194,6 +198,7 @@ class EngineArgs:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.logits_hook is not None and not callable(self.logits_hook):
             raise ConfigError(f"logits_hook is {self.logits_hook!r}; it must be None or a callable (token_ids, logits)")
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         self._check_backend()
         self._check_baselines()
         self._check_swap()
@@ -228,6 +233,11 @@ class EngineArgs:
             )
 
     def _check_baselines(self) -> None:
+        if self.speculative_config is not None and (self.scheduler == "static" or not self.enable_kv_cache):
+            raise ConfigError(
+                "speculative_config is for the continuous scheduler and a KV cache; with scheduler='static' or "
+                "enable_kv_cache=False leave it out"
+            )
         if not _is_finite(self.watermark) or not 0 <= self.watermark < 1:
             raise ConfigError(
                 f"watermark is {self.watermark!r}; it must be a number from 0 to under 1 (a share of the blocks)"
@@ -274,7 +284,9 @@ class EngineArgs:
     def overlaps(self, on_gpu: bool) -> bool:
         """Whether a step is planned while the last one computes: never where each step needs the last one's token ids."""
         wanted = on_gpu if self.async_scheduling is None else self.async_scheduling
-        return wanted and self.enable_kv_cache
+        drafter = None if self.speculative_config is None else self.speculative_config.method
+        needs_ids = drafter == "ngram" or getattr(drafter, "needs_token_ids", False)
+        return wanted and self.enable_kv_cache and not needs_ids
 
     def checked_max_model_len(self, model_limit: int) -> int:
         """The context length asked for, in tokens, before the cache's size is known.

@@ -24,6 +24,7 @@ DECISION_TEXTS = {
     "chunked": "is split by the budget: {new} tokens in this step, {left} left",
     "decoding": "is computed up to its last token; from here one token a step",
     "preempted": "is preempted ({mode}) and waits with its {tokens} tokens: {cause}; {blocks} block(s) freed",
+    "drafts_no_more": "goes on without drafted tokens: {cause}",
     "exhausted": "ends: it runs alone and its {tokens} tokens fill the whole pool of {pool} blocks",
     "left_batch": "leaves the static batch: {tokens} token(s) were computed after its end, for nobody",
     "stop_string": "holds the stop string {stop!r} in its text",

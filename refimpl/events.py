@@ -4,7 +4,7 @@ Widgets, ``explain`` and recorded traces read these records and nothing else. A 
 entry a row. Within a record, things happen in this order::
 
     arrived · reset · aborted, exhausted, preempted · evicted · admitted · swapped_in · allocated · copies · the batch
-    published · tokens · finished
+    published · tokens (accepted drafts, then the one drawn) · returned · finished
 
 A record is written when its step's tokens are taken in, in the order of the steps. With overlap the next step has been
 planned by then, and may hold rows and blocks of sequences that this one ends: whoever rebuilds tables skips what has ended.
@@ -85,9 +85,14 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     chosen: tuple[tuple[int, int, str], ...] = ()
     """(sequence, token, its text): what searches chose for their beams, whose rows draw nothing."""
     drafts: tuple[tuple[int, ...], ...] = ()
-    """Token ids drafted for each row."""
+    """Token ids drafted for each row; empty where no row has any."""
+    draft_texts: tuple[tuple[str, ...], ...] = ()
+    num_drafts: tuple[int, ...] = ()
+    """How many were planned for each row: all count as computed until their check is known."""
     num_accepted: tuple[int, ...] = ()
-    """Drafted tokens accepted in each row."""
+    """Of each row's drafts, the first so many were accepted, and taken before the row's token."""
+    returned: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(sequence, block ids cut off its table): taken for drafts that were refused, and given back."""
     # the pool and the queue after planning
     num_free_blocks: int = 0
     num_running: int = 0

@@ -33,6 +33,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
     slots: tuple[int, ...]
     num_new_tokens: tuple[int, ...]
     """Tokens to compute in each row: a prefill chunk, a decode (1), or a check of drafts (K + 1)."""
+    num_drafts: tuple[int, ...] = ()
+    """How many tokens of each row are drafted in this step, behind its last token; empty where no row has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +74,28 @@ class BlockCopy(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Which of the table's blocks it is."""
     source: int
     target: int
+
+
+class Refusal(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Drafted tokens of the sequence in a slot that counted as computed until their check was known: it refused them."""
+
+    slot: int
+    num_tokens: int
+    num_blocks: int
+    """Blocks at the end of its table that held nothing else, and were given back."""
+
+
+class Check(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What came of the drafts of one row: its first ``num_accepted`` stand, and the row's token comes after them."""
+
+    drafts: tuple[int, ...]
+    """As many as there were: fewer than planned where the proposer had no more."""
+    num_accepted: int
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """The drafts that stand."""
+        return self.drafts[: self.num_accepted]
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
@@ -135,7 +159,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 _WireBatch = Batch | int
 _Pairs = tuple[tuple[int, int], ...]
-_Tables = tuple[tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...]]
+_Tables = tuple[tuple[NewBlocks, ...], tuple[BlockCopy, ...], tuple[int, ...], tuple[Refusal, ...]]
 _Changes = tuple[tuple[Admission, ...], _Tables, _Pairs, _Pairs, _Pairs]
 _Wire = tuple[int, _WireBatch, _Changes]
 
@@ -144,14 +168,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step as the scheduler planned it.
 
     ``batch`` is whole, for whoever reads steps; it has no rows where all sequences gave way at once. An executor applies the
-    changes in this order: ``chosen``, ``swapped_out``, ``swapped_in``, ``admitted``, ``restarted``, ``new_blocks``,
-    ``copies``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that slot stands. A
-    row that reaches its sequence's last known token draws the next one. A row of 0 tokens is a sample that shares its prompt
-    with the row before it: it draws from that row's logits.
+    changes in this order: ``refused``, ``chosen``, ``swapped_out``, ``swapped_in``, ``admitted``, ``restarted``,
+    ``new_blocks``, ``copies``; then it computes ``batch.num_new_tokens`` tokens in each of ``batch.slots``, from where that
+    slot stands. A row that reaches its sequence's last known token draws the next one. A row with drafts computes that last
+    token and so many drafts, keeps those that the model accepts, and draws the token after them. A row of 0 tokens is a
+    sample that shares its prompt with the row before it: it draws from that row's logits.
     """
 
     step: int
     batch: Batch
+    refused: tuple[Refusal, ...] = ()
+    """Of checks that became known since the last step. At depth 1, steps planned meanwhile counted these tokens too."""
     admitted: tuple[Admission, ...] = ()
     restarted: tuple[int, ...] = ()
     """Slots that compute again from position 0 (``enable_kv_cache=False``)."""
@@ -195,7 +222,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
                     f"sequence {admission.sequence_id} has a logits hook, which cannot be sent to another process"
                 )
         batch: _WireBatch = self.batch.version if self.batch.version == known_version else self.batch
-        tables = (self.new_blocks, self.copies, self.restarted)
+        tables = (self.new_blocks, self.copies, self.restarted, self.refused)
         changes = (self.admitted, tables, self.chosen, self.swapped_out, self.swapped_in)
         return msgspec.msgpack.encode((self.step, batch, changes))
 
@@ -208,7 +235,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
 
         """
         step, batch, (admitted, tables, chosen, out, back) = msgspec.msgpack.decode(data, type=_Wire)
-        new_blocks, copies, restarted = tables
+        new_blocks, copies, restarted, refused = tables
         if isinstance(batch, int):
             if batch != known.version:
                 raise ValueError(f"this executor holds batch {known.version}; the step counts on batch {batch}")
@@ -216,6 +243,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return cls(
             step,
             batch,
+            refused=refused,
             admitted=admitted,
             restarted=restarted,
             chosen=chosen,
@@ -233,6 +261,10 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     """The token drawn, ``NO_TOKEN``, ``BAD_LOGITS`` or ``NOTHING_LEFT``."""
     extras: dict[int, RowExtras] = {}
     """By row, for the few that have any."""
+    checks: dict[int, Check] = {}
+    """By row, for those with drafts."""
+    draft_failure: str | None = None
+    """Why no drafts were made for this step, in a sentence, where the proposer failed."""
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, gc=False):

@@ -101,6 +101,7 @@ class Recorder:
             swapped_out=output.swapped_out,
             swapped_in=tuple((device_id, host_id) for host_id, device_id in output.swapped_in),
             finished=tuple(update.finished),
+            returned=tuple(update.returned),
             copies=output.copies,
             cache_changes=output.cache_changes,
             prefix_hits=output.prefix_hits,
@@ -112,7 +113,22 @@ class Recorder:
             beams=tuple(update.beams),
             chosen=tuple((sequence_id, token, text(token)) for sequence_id, token in update.chosen),
             decisions=output.decisions + tuple(update.decisions),
+            **_drafts(output, update, text),
         )
+
+
+def _drafts(output: SchedulerOutput, update: StepUpdate, text: Callable[[int], str]) -> dict[str, Any]:
+    """The columns of a step with drafts."""
+    if not output.batch.num_drafts:
+        return {}
+    checks = [update.checks.get(row) for row in range(len(output.batch.slots))]
+    drafts = tuple([check.drafts if check else () for check in checks])
+    return {
+        "num_drafts": output.batch.num_drafts,
+        "drafts": drafts,
+        "draft_texts": tuple([tuple(map(text, row)) for row in drafts]),
+        "num_accepted": tuple([check.num_accepted if check else 0 for check in checks]),
+    }
 
 
 def _arrival(arrival: Arrival, token_text: Callable[[int], str]) -> ArrivalRecord:

@@ -73,6 +73,8 @@ class Sequence:
     """Its place among the running ones, from the policy: the lowest goes first, the last gives way."""
     slot: int | None = None
     """The row of the running batch that it holds."""
+    drafts: bool = field(init=False)
+    """Whether tokens may be drafted for it, where the engine does."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id, the stop string, or the sentence that explains an error or an early end."""
@@ -93,6 +95,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.most_tokens = self.num_prompt_tokens + self.request.max_tokens
+        params = self.request.params
+        # What is read of a position is read when it is computed, which must be once.
+        self.drafts = self.request.beams is None and not (params.return_logits or params.return_hidden_states)
 
     @property
     def reads_prompt(self) -> bool:

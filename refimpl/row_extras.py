@@ -12,8 +12,8 @@ from refimpl.logprobs import TokenLogprobs
 class RowExtras(msgspec.Struct, frozen=True):
     """What a row sends back beside its token, where its request asks for it. Arrays are numpy's, float32."""
 
-    logprobs: TokenLogprobs | None = None
-    """Of the token drawn."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the token drawn, after those of the drafts that were accepted before it."""
     prompt_logprobs: dict[int, TokenLogprobs] = {}
     """By position in the prompt; position 0 has none."""
     logits: dict[int, Any] = {}

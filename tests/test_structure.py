@@ -20,6 +20,7 @@ LAYERS = [
         "errors",
         "shapes",
         "rope_config",
+        "speculative_config",
         "field_checks",
         "beam_params",
         "beam_group",

@@ -29,7 +29,9 @@ class LastBatch:
     def goes_on(self, record: StepRecord) -> bool:
         """Whether a record computes the same as the last one and draws a token for each row, and nobody comes or goes."""
         comes_or_goes = record.admitted or record.preempted or record.forks or record.aborted or record.exhausted
-        if comes_or_goes or record.finished or record.chosen or record.restarted or NO_TOKEN in record.token_ids:
+        if comes_or_goes or record.finished or record.num_drafts:
+            return False
+        if record.chosen or record.restarted or NO_TOKEN in record.token_ids:
             return False
         same = (record.sequence_ids, record.num_new_tokens) == self._rows
         return same and len(record.token_texts) == len(record.sequence_ids)

@@ -10,7 +10,7 @@ Nothing here imports the engine: an event log is all it takes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
@@ -21,6 +21,7 @@ from refimpl.decision_texts import describe
 from refimpl.events import StepRecord
 from refimpl.outputs import NO_TOKEN, Decision, Finish, Preemption
 from refimpl.visualizers.blocks import Blocks, BlockState
+from refimpl.visualizers.draft_fold import take_drafts
 from refimpl.visualizers.kept import Kept
 from refimpl.visualizers.last_batch import LastBatch
 from refimpl.visualizers.sequence_state import NEUTRAL, NUM_HUES, SequenceState
@@ -57,6 +58,8 @@ class State:
         self.swapped = Swapped(self.blocks)
         self._to_come: dict[int, str] = {}
         """The last token of beams that fork off in the next record, by sequence id."""
+        self._returned_early: set[tuple[int, int]] = set()
+        """(sequence, block) that the next record allocates, for drafts that are refused already."""
         self._ended: list[int] = []
         """Of the last record; the next one forgets them."""
         self._resting_hues = list(range(NUM_HUES))
@@ -179,7 +182,9 @@ class State:
                 sequence.num_computed_tokens = 0
         for slot, block_ids in record.allocated:
             if (sequence := self._living(by_slot.get(slot))) is not None:
-                self._extend(sequence, block_ids)
+                kept = [one for one in block_ids if (sequence.sequence_id, one) not in self._returned_early]
+                self.blocks.own(sequence.sequence_id, kept, len(sequence.table))
+                sequence.table.extend(kept)
         for copy in record.copies:
             if (sequence := self._living(by_slot.get(copy.slot))) is not None:
                 self.blocks.disown(sequence.sequence_id, (copy.source,))
@@ -194,6 +199,7 @@ class State:
         for sequence_id, num_new_tokens in zip(record.sequence_ids, record.num_new_tokens, strict=True):
             if (sequence := sequences.get(sequence_id)) is not None and sequence.phase != "finished":
                 sequence.num_computed_tokens += num_new_tokens
+        self._returned_early = take_drafts(record, self._living, self.blocks)
         for sequence_id, token_id, text in zip(record.sequence_ids, record.token_ids, record.token_texts, strict=False):
             sequence = sequences.get(sequence_id) if token_id != NO_TOKEN else None
             if sequence is not None and sequence.phase != "finished":
@@ -311,12 +317,6 @@ class State:
         self.blocks.disown(sequence.sequence_id, sequence.table)
         sequence.table = []
 
-    def _extend(self, sequence: SequenceState, block_ids: Sequence[int]) -> None:
-        self.blocks.own(sequence.sequence_id, block_ids, len(sequence.table))
-        sequence.table.extend(block_ids)
-
-    # ------------------------------------------------------------------ keeping
-
     def prefilling(self) -> list[int]:
         """Sequences that compute tokens which were known before: they end one behind, or without an own token."""
         running = (one for one in self.sequences.values() if one.phase == "running")
@@ -346,4 +346,4 @@ class State:
 
 
 _NUMBERS = ("record", "truncated", "num_requests", "num_finished")
-_BOOKS = ("_resting_hues", "_hue_of", "_alive_of", "_ended", "_to_come")
+_BOOKS = ("_resting_hues", "_hue_of", "_alive_of", "_ended", "_to_come", "_returned_early")

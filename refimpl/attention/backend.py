@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int, Int32, Int64
 from torch import Tensor
 
 from refimpl.cache.kv_cache import LayerKV
@@ -57,6 +57,10 @@ class AttentionMetadata:
             query_lens, context_lens, block_size, block_table, slot_mapping,
             cu_seqlens_q=packed[aligned:], seqused_k=packed[:S],
         )  # fmt: skip
+
+    def with_contexts(self, seqused_k: Int64[Tensor, "S"]) -> AttentionMetadata:
+        """The same, with lengths that the device knows better than the host, whose own are bounds."""
+        return replace(self, seqused_k=seqused_k.int())
 
     @property
     def max_seqlen_q(self) -> int:

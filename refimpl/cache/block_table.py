@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class BlockTable:
-    """The map from logical to physical blocks of one sequence; blocks are only appended, or replaced by a copy.
+    """The map from logical to physical blocks of one sequence. Blocks are appended, replaced by a copy, or cut off its end.
 
     Token ``position`` lives in slot ``block_ids[position // block_size] * block_size + position % block_size``.
     """
@@ -33,6 +33,11 @@ class BlockTable:
     def replace(self, index: int, block_id: int) -> None:
         """Put another block in a place of the table: a copy that is the sequence's own."""
         self.block_ids[index] = block_id
+
+    def cut(self, num_blocks: int) -> list[int]:
+        """Keep the first ``num_blocks`` blocks. Returns the others, the last one first."""
+        rest, self.block_ids = self.block_ids[num_blocks:], self.block_ids[:num_blocks]
+        return rest[::-1]
 
     def slot(self, position: int) -> int:
         """The token slot of a position, in the flat numbering of the whole cache."""

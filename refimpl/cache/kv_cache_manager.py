@@ -64,8 +64,6 @@ class KVCacheManager:
         """The chain of keys of each sequence's published blocks, its root first."""
         self._ref_counts = [0] * (num_blocks + 1)
 
-    # ------------------------------------------------------------------ counting
-
     @property
     def num_free_blocks(self) -> int:
         """Blocks that could be handed out now: free ones, and cached ones that no sequence uses."""
@@ -107,8 +105,6 @@ class KVCacheManager:
         """Token slots of a sequence's blocks."""
         table = self._tables.get(sequence_id)
         return table.capacity if table else 0
-
-    # ------------------------------------------------------------------ taking blocks
 
     def match_prefix(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
         """The cached blocks at the head of a prompt. At least one token is left to compute. Changes nothing."""
@@ -200,13 +196,15 @@ class KVCacheManager:
             tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
             keys.append(self.prefix_cache.publish(table.block_ids[index], keys[-1], tokens))
 
-    # ------------------------------------------------------------------ giving blocks back
-
     def free(self, sequence_id: int) -> list[int]:
         """Forget a sequence's table (last block first). Returns the blocks that nobody uses any more."""
         table = self._tables.pop(sequence_id, None)
         self._keys.pop(sequence_id, None)
         return self._dereference(reversed(table.block_ids) if table else ())
+
+    def give_back(self, sequence_id: int, num_tokens: int) -> list[int]:
+        """Take back the blocks behind a sequence's first ``num_tokens`` tokens: those of drafts that were refused."""
+        return self._dereference(self._tables[sequence_id].cut(self.blocks_for(num_tokens)))
 
     def _dereference(self, block_ids: Iterable[int]) -> list[int]:
         """Take one mention of each block back. Returns those that nobody uses any more: cached from here on, or free."""
@@ -219,8 +217,6 @@ class KVCacheManager:
                     forgotten.append(block_id)
         self.pool.free(forgotten)
         return released
-
-    # ------------------------------------------------------------------ swap
 
     def swap_out(self, sequence_id: int) -> SwapOut | None:
         """Move a sequence's blocks to the host, but those that a running sequence uses too, which stay and are held.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from refimpl.cache.auditor import Violation
-from refimpl.outputs import NO_TOKEN, Admission, ModelRunnerOutput, SchedulerOutput
+from refimpl.outputs import NO_TOKEN, Admission, Check, ModelRunnerOutput, SchedulerOutput
 
 Draw = Callable[[int, Sequence[int]], int]
 """(path of the sequence, its tokens so far) → the next token."""
@@ -47,13 +47,15 @@ class ShadowExecutor:
     Args:
         block_size: tokens in a block.
         draw: the next token of a sequence; a function of its path and tokens, as a model's would be.
+        draft: guesses it, for steps with drafts.
 
     """
 
-    def __init__(self, block_size: int, draw: Draw) -> None:
+    def __init__(self, block_size: int, draw: Draw, draft: Draw | None = None) -> None:
         self.block_size = block_size
         self.violations: list[Violation] = []
         self._draw = draw
+        self._draft = draft or draw
         self._slots: dict[int, _Slot] = {}
         self._memory: dict[tuple[int, int], bytes] = {}
         """(block id, offset) → fingerprint; what was never written is missing."""
@@ -62,12 +64,22 @@ class ShadowExecutor:
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Replay a step and draw its tokens."""
         self._apply(output)
-        rows = list(zip(output.batch.slots, output.batch.num_new_tokens, strict=True))
-        for number, count in rows:  # all rows write before any row reads, as in each layer of a model
-            self._write(self._slots[number], count)
-        return ModelRunnerOutput(tuple(self._read_and_draw(self._slots[number], output.step) for number, _ in rows))
+        batch, checks = output.batch, {}
+        rows = list(zip(batch.slots, batch.num_new_tokens, batch.num_drafts or (0,) * len(batch.slots), strict=True))
+        for number, count, num_drafts in rows:  # all rows write before any row reads, as in each layer of a model
+            self._write(self._slots[number], count, num_drafts)
+        tokens = []
+        for row, (number, _, num_drafts) in enumerate(rows):
+            self._read(self._slots[number], output.step)
+            if num_drafts:
+                checks[row] = self._check(self._slots[number], num_drafts)
+            tokens.append(self._next(self._slots[number]))
+        return ModelRunnerOutput(tuple(tokens), checks=checks)
 
     def _apply(self, output: SchedulerOutput) -> None:
+        for refusal in output.refused:  # how far a slot is, is known here already
+            table = self._slots[refusal.slot].block_ids
+            del table[len(table) - refusal.num_blocks :]
         self._copy(self._memory, self._host_memory, output.swapped_out)
         self._copy(self._host_memory, self._memory, output.swapped_in)
         for admission in output.admitted:
@@ -98,12 +110,15 @@ class ShadowExecutor:
     def _place(self, slot: _Slot, position: int) -> tuple[int, int]:
         return slot.block_ids[position // self.block_size], position % self.block_size
 
-    def _write(self, slot: _Slot, count: int) -> None:
+    def _write(self, slot: _Slot, count: int, num_drafts: int) -> None:
+        for _ in range(num_drafts):
+            slot.token_ids.append(self._draft(slot.path, slot.token_ids))
         for position in range(slot.num_computed_tokens, slot.num_computed_tokens + count):
             self._memory[self._place(slot, position)] = slot.fingerprint(position)
         slot.num_computed_tokens += count
 
-    def _read_and_draw(self, slot: _Slot, step: int) -> int:
+    def _read(self, slot: _Slot, step: int) -> None:
+        """What the last token of a row reads, drafts included: all that the others of the row read."""
         for position in range(slot.num_computed_tokens):
             place = self._place(slot, position)
             if self._memory.get(place) != slot.fingerprint(position):
@@ -111,6 +126,18 @@ class ShadowExecutor:
                 text = f"step {step}: sequence {slot.sequence_id} reads {what} at position {position}, block {place[0]}"
                 self.violations.append(Violation("contents", text))
                 break
+
+    def _check(self, slot: _Slot, num_drafts: int) -> Check:
+        """Accept drafts as long as they are what would have been drawn; forget the others."""
+        first, accepted = len(slot.token_ids) - num_drafts, 0
+        drafts = tuple(slot.token_ids[first:])
+        while accepted < num_drafts and drafts[accepted] == self._draw(slot.path, slot.token_ids[: first + accepted]):
+            accepted += 1
+        slot.num_computed_tokens -= num_drafts - accepted
+        del slot.token_ids[first + accepted :], slot.prints[first + accepted :]
+        return Check(drafts, accepted)
+
+    def _next(self, slot: _Slot) -> int:
         if slot.num_computed_tokens < len(slot.token_ids):
             return NO_TOKEN
         slot.token_ids.append(self._draw(slot.path, slot.token_ids))

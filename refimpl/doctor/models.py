@@ -101,6 +101,7 @@ def _kv_cache(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any, we
     On a GPU what a step takes is reckoned here; the engine measures it, and CUDA graphs come off besides.
     """
     cache, (max_num_seqs, _) = args.cache_config(), args.step_limits()
+    each = memory.block_bytes(config, args.block_size, dtype.itemsize)
     length = args.max_model_len or config.context_limit()
     sums = None
     if device.type == "cuda":
@@ -108,7 +109,7 @@ def _kv_cache(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any, we
         free, available = sums.total - sums.taken, min(sums.left, sums.enough)
     else:
         free = free_host_memory()
-        enough = memory.enough_bytes(config, args.block_size, dtype.itemsize, max_num_seqs, length)
+        enough = memory.enough_bytes(each, args.block_size, max_num_seqs, length)
         available = memory.cpu_cache_bytes(cache, max(0, free - weights))
         available = available if cache.cpu_kvcache_space is not None else min(available, enough)
     try:
@@ -116,10 +117,10 @@ def _kv_cache(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any, we
             raise OutOfMemoryError(f"the weights take {weights / GIB:.1f} GiB, and {free / GIB:.1f} are free on {device}")
         if sums is not None and sums.measured:
             memory_advice.check_room(sums, str(device), args.max_model_len)
-        blocks = memory.num_blocks(cache, config, dtype.itemsize, available)
+        blocks = memory.num_blocks(cache, each, available)
     except OutOfMemoryError as error:
         return Finding("models", "KV cache", "does not fit", "error", str(error))
-    tokens, each = blocks * args.block_size, memory.block_bytes(config, args.block_size, dtype.itemsize)
+    tokens = blocks * args.block_size
     value = f"{blocks:,} blocks of {args.block_size} tokens ({tokens:,} tokens, {blocks * each / GIB:.2f} GiB)"
     if tokens < length:
         advice = f"a context of {length:,} tokens is lowered to that; raise cpu_kvcache_space or gpu_memory_utilization"

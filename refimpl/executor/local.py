@@ -20,9 +20,11 @@ from refimpl.executor import gpu_memory, memory, memory_advice, serving
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
+from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation, record_drafter
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.pending import PendingOutput
+from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.preemption_costs import measure
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
@@ -30,7 +32,10 @@ from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
+from refimpl.scheduler.drafting import Drafting
 from refimpl.scheduler.preemption import PreemptionCosts
+from refimpl.speculative.lengths import ladder
+from refimpl.speculative_config import SpeculativeConfig
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class LocalExecutor:
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
         self.preemption_costs: PreemptionCosts | None = None
+        self.drafting: Drafting | None = None
         self.num_blocks = 0
         self.memory: DeviceMemory | None = None
         """How a GPU's memory is divided."""
@@ -87,6 +93,11 @@ class LocalExecutor:
         self._model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
         backend = choose_backend(args.attention_backend, setting)
+        speculative: SpeculativeConfig | None = args.speculative_config
+        draft = self._draft = load_draft_model(speculative, args, checkpoint, self.dtype, self.device, max_model_len)
+        if draft is not None:
+            self.weight_bytes += draft.config.num_parameters * self.dtype.itemsize
+            self.block_bytes += memory.block_bytes(draft.config, args.block_size, self.dtype.itemsize)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
         served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, max_num_seqs)
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
@@ -96,21 +107,31 @@ class LocalExecutor:
         self._stage = "measuring what a step takes"
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
         available = self._available_bytes(args, max_num_seqs)
-        self.num_blocks = memory.num_blocks(args.cache_config(), config, self.dtype.itemsize, available)
+        self.num_blocks = memory.num_blocks(args.cache_config(), self.block_bytes, available)
         max_model_len = min(max_model_len, self.num_blocks * args.block_size)
         self._stage = "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
         kv_cache = KVCache(config, self.num_blocks, args.block_size, self.dtype, self.device, self.num_host_blocks)
         self._stage = "making the batch"
         slots = SamplingSlots(max_num_seqs, config.vocab_size, self.device, self.logits_hooks, args.logits_hook)
-        batch = InputBatch(max_num_seqs, max_model_len, args.block_size, self.device, slots)
+        reads_lengths = not getattr(backend, "decodes_on_device", False)
+        batch = InputBatch(max_num_seqs, max_model_len, args.block_size, self.device, slots, reads_lengths)
         self.runner = ModelRunner(self._model, kv_cache, batch, backend)
+        if speculative is not None:
+            self._stage = "making ready to draft"
+            self.runner.speculation = make_speculation(speculative, args, checkpoint, draft, self.runner)
         self._stage = "timing a preemption"
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
             self.preemption_costs = measure(self.runner, config, most, self.num_host_blocks)
         self._stage = "recording CUDA graphs"
         if self.graph_sizes:
-            self.runner.capture(self.graph_sizes)
+            checks = [] if speculative is None else ladder(speculative.num_speculative_tokens, speculative.adaptive)
+            self.runner.capture(self.graph_sizes, checks)
+            if speculative is not None:
+                record_drafter(self.runner, self.graph_sizes)
+        if speculative is not None:
+            self._stage = "timing a round of drafts"
+            self.drafting = make_drafting(speculative, args, self.runner)
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
@@ -169,10 +190,13 @@ class LocalExecutor:
             if runner.graphs is not None:
                 runner.graphs.release()
             runner.kv_cache.release()
-        model: LlamaForCausalLM | None = self.__dict__.pop("_model", None)
-        if model is not None:
-            model.release()
-        del runner, model
+            if runner.speculation is not None:
+                runner.speculation.proposer.release()
+        models: list[LlamaForCausalLM | None] = [self.__dict__.pop(name, None) for name in ("_model", "_draft")]
+        for model in models:
+            if model is not None:
+                model.release()
+        del runner, models, model
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -213,10 +237,12 @@ class LocalExecutor:
         cache, model = args.cache_config(), self._model
         if self.memory is None:
             longest = args.max_model_len or model.config.context_limit()
-            enough = memory.enough_bytes(model.config, args.block_size, self.dtype.itemsize, max_num_seqs, longest)
+            enough = memory.enough_bytes(self.block_bytes, args.block_size, max_num_seqs, longest)
             available = memory.cpu_cache_bytes(cache, free_host_memory())
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
-        self.memory = gpu_memory.with_weights(self.memory, self.device)
+        self.memory = gpu_memory.with_weights(self.memory, self.device).with_(block_bytes=self.block_bytes)
+        if args.speculative_config is not None:
+            self.memory = self.memory.with_(laws_a_row=1 + args.speculative_config.num_speculative_tokens)
         if self.num_host_blocks:
             self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         if not self.memory.measured:
@@ -226,7 +252,7 @@ class LocalExecutor:
         return min(self.memory.left, self.memory.enough)
 
 
-def _launch(runner: ModelRunner, scheduler_output: SchedulerOutput) -> PendingOutput:
+def _launch(runner: ModelRunner, scheduler_output: SchedulerOutput) -> PendingOutput | PendingChecks:
     """A step. What it raises keeps its lines and loses its variables: a notebook's last traceback would hold tensors."""
     try:
         return runner.launch(scheduler_output)
@@ -239,5 +265,5 @@ def _execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRun
     return _launch(runner, scheduler_output).result()
 
 
-def _read(launched: Future[PendingOutput]) -> ModelRunnerOutput:
+def _read(launched: Future[PendingOutput | PendingChecks]) -> ModelRunnerOutput:
     return launched.result().result()

@@ -31,14 +31,17 @@ def activation_bytes_per_token(model: ModelConfig, bytes_per_value: int) -> int:
     return bytes_per_value * (4 * model.hidden_size + 3 * model.intermediate_size)
 
 
-def enough_bytes(model: ModelConfig, block_size: int, bytes_per_value: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Bytes beyond which a larger cache would only cost: room for every slot at its longest, and more for prefixes."""
+def enough_bytes(each: int, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Bytes beyond which a larger cache would only cost: room for every slot at its longest, and more for prefixes.
+
+    ``each``: bytes of a block.
+    """
     blocks = ENOUGH * max_num_seqs * -(-max_model_len // block_size)
-    return (blocks + 1) * block_bytes(model, block_size, bytes_per_value)
+    return (blocks + 1) * each
 
 
-def num_blocks(cache: CacheConfig, model: ModelConfig, bytes_per_value: int, available_bytes: int) -> int:
-    """Usable blocks of the KV cache. ``available_bytes`` counts unless the options fix the number or the bytes.
+def num_blocks(cache: CacheConfig, each: int, available_bytes: int) -> int:
+    """Usable blocks of the KV cache, of ``each`` bytes. ``available_bytes`` counts unless the options fix number or bytes.
 
     (What a GPU has left is judged before, with all sums: :mod:`refimpl.executor.memory_advice`.)
 
@@ -49,7 +52,6 @@ def num_blocks(cache: CacheConfig, model: ModelConfig, bytes_per_value: int, ava
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
     available = cache.kv_cache_memory_bytes if cache.kv_cache_memory_bytes is not None else available_bytes
-    each = block_bytes(model, cache.block_size, bytes_per_value)
     count = available // each - 1  # the null block
     if count < 1:
         raise OutOfMemoryError(

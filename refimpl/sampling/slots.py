@@ -60,7 +60,7 @@ class SamplingSlots:
         engine_hook: LogitsHook | None = None,
     ) -> None:
         self.device = device
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._hooks = {} if hooks is None else hooks
         self._engine_hook = engine_hook
         N = max_num_seqs
@@ -80,7 +80,7 @@ class SamplingSlots:
         slot, numbers = admission.slot, admission.sampling
         self._fractions[:, slot] = numbers.temperature, numbers.top_p, numbers.min_p
         self._integers[:, slot] = numbers.top_k, admission.seed, admission.path
-        keeps_some = 0 < numbers.top_k < self._vocab_size
+        keeps_some = 0 < numbers.top_k < self.vocab_size
         self._random[slot] = numbers.temperature >= GREEDY_BELOW
         self._ranked[slot] = numbers.top_p < 1 or keeps_some
         self._min_p_on[slot] = numbers.min_p > 0
@@ -115,6 +115,10 @@ class SamplingSlots:
         if admission.sampling.hooked:
             hooks.append(self._hooks.get(admission.sequence_id, missing_hook))
         return tuple(hooks)
+
+    def asks(self, slots: np.ndarray) -> bool:
+        """Whether any of these slots asks for adjustments, which hang on the exact number of its tokens."""
+        return bool(self._asked) and bool(self._asks_until[slots].any())
 
     def rows(self, slots: np.ndarray, on_device: Int64[Tensor, "R"]) -> SamplingRows:
         """The parameters of rows that draw; they stay the same until a slot of theirs is given to another sequence."""

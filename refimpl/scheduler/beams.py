@@ -34,7 +34,7 @@ class BeamLifecycle(Lifecycle):
     def _propose(self, beam: Sequence, extras: RowExtras | None, update: StepUpdate) -> None:
         """A beam's row came back. The last one of its request to do so moves the search on."""
         group = beam.request.beams
-        top = extras.logprobs if extras is not None else None
+        top = extras.logprobs[-1] if extras is not None and extras.logprobs else None
         assert group is not None
         assert top is not None
         group.pending[beam.sequence_id] = tuple(zip(top.top_ids, top.top_logprobs, strict=True))

@@ -195,7 +195,8 @@ class Lifecycle:
         if beams is not None and beams.pending.pop(sequence.sequence_id, ()):
             mode = "recompute"  # it has computed all its tokens, and must draw once more
         mode = mode or choose_mode(self.config.preemption_mode, self.costs, sequence.num_computed_tokens)
-        mode = "recompute" if untold else mode
+        if untold or sequence.num_tokens_in_flight > 1:  # drafts whose check is not known: how much is computed is not
+            mode = "recompute"
         swapped = self.kv.swap_out(sequence.sequence_id) if mode == "swap" else None
         if swapped is not None:
             self.running.remove(sequence)

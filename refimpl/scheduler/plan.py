@@ -11,11 +11,13 @@ from refimpl.outputs import (
     Batch,
     BlockCopy,
     CacheChanges,
+    Check,
     Decision,
     Finish,
     NewBlocks,
     Preemption,
     PrefixHit,
+    Refusal,
     SchedulerOutput,
 )
 from refimpl.request import Sequence
@@ -32,6 +34,8 @@ class StepPlan:
         self.sequence_ids: list[int] = []
         self.slots: list[int] = []
         self.num_new_tokens: list[int] = []
+        self.num_drafts: dict[int, int] = {}
+        """By row, for those with drafts."""
         self.admitted: list[Admission] = []
         self.restarted: list[int] = []
         self.chosen: list[tuple[int, int]] = []
@@ -46,13 +50,17 @@ class StepPlan:
         self.preempted: list[Preemption] = []
         self.exhausted: list[Finish] = []
 
-    def add(self, sequence: Sequence, num_new_tokens: int, allocation: Allocation) -> None:
+    def add(self, sequence: Sequence, num_new_tokens: int, allocation: Allocation, num_drafts: int = 0) -> None:
         """Give a running sequence a row, and order its tokens: from here on they count as computed.
 
-        A row that catches up with its sequence's last token also orders a new one, whose id comes with the update.
+        A row that catches up with its sequence's last token also orders a new one, whose id comes with the update. So do
+        drafts, which are the last of the row's tokens: all of them count, until the update says which were accepted.
         """
         slot = sequence.slot
         assert slot is not None
+        if num_drafts:
+            self.num_drafts[len(self.slots)] = num_drafts
+            sequence.num_tokens_in_flight += num_drafts
         self.sequence_ids.append(sequence.sequence_id)
         self.slots.append(slot)
         self.num_new_tokens.append(num_new_tokens)
@@ -113,13 +121,16 @@ class StepPlan:
         aborted: list[Finish],
         cache_changes: CacheChanges,
         decisions: list[Decision],
+        refused: list[Refusal],
     ) -> SchedulerOutput:
         """The finished record. It holds the ``last`` step's batch itself if the rows are the same."""
-        rows = (tuple(self.sequence_ids), tuple(self.slots), tuple(self.num_new_tokens))
-        same = rows == (last.sequence_ids, last.slots, last.num_new_tokens)
+        drafts = tuple([self.num_drafts.get(row, 0) for row in range(len(self.slots))]) if self.num_drafts else ()
+        rows = (tuple(self.sequence_ids), tuple(self.slots), tuple(self.num_new_tokens), drafts)
+        same = rows == (last.sequence_ids, last.slots, last.num_new_tokens, last.num_drafts)
         return SchedulerOutput(
             step=self.step,
             batch=last if same else Batch(last.version + 1, *rows),
+            refused=tuple(refused),
             admitted=tuple(self.admitted),
             restarted=tuple(self.restarted),
             chosen=tuple(self.chosen),
@@ -143,6 +154,10 @@ class StepUpdate(msgspec.Struct):
 
     token_ids: list[int]
     """One a row: the token that its sequence took, or ``NO_TOKEN``."""
+    checks: dict[int, Check] = {}
+    """By row, for those with drafts; ``num_accepted`` are those that its sequence took before that token."""
+    returned: list[tuple[int, tuple[int, ...]]] = []
+    """(sequence, blocks) that drafts took and gave back, since they were refused."""
     advanced: list[Sequence] = []
     """Sequences that took a token or ended, in row order."""
     finished: list[Finish] = []

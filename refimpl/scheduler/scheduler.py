@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from refimpl.cache.kv_cache_manager import NOTHING_NEW, Allocation, KVCacheManager
 from refimpl.config import SchedulerConfig
-from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, PrefixHit, SchedulerOutput
+from refimpl.outputs import PrefixHit, SchedulerOutput
 from refimpl.request import Sequence, Status
-from refimpl.row_extras import RowExtras
-from refimpl.scheduler.beams import BeamLifecycle
-from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan, StepUpdate
+from refimpl.scheduler.drafting import Drafting
+from refimpl.scheduler.plan import EMPTY_BATCH, StepPlan
 from refimpl.scheduler.policies import Policy
 from refimpl.scheduler.preemption import PreemptionCosts, choose_victim, view
-from refimpl.scheduler.stopping import TextWatch, failure_of, stop
+from refimpl.scheduler.stopping import TextWatch
+from refimpl.scheduler.taking_in import TakesIn
 
 
-class Scheduler(BeamLifecycle):
-    """Plans steps and takes in what they drew. By default first come, first served, and the newest gives way."""
+class Scheduler(TakesIn):
+    """Plans steps. By default first come, first served, and the newest gives way."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Scheduler(BeamLifecycle):
         policy: Policy | None = None,
         text: TextWatch | None = None,
         costs: PreemptionCosts | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         super().__init__(config, kv_cache_manager, clock, policy, text, costs, eos_token_ids=frozenset(eos_token_ids))
-        self.step = 0
-        """The number of the next step."""
+        self.drafting = drafting or Drafting(None)
         self._last_batch = EMPTY_BATCH
         self._forced: dict[int, list[tuple[str, str]]] = {}
 
@@ -67,61 +67,12 @@ class Scheduler(BeamLifecycle):
         plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
         plan.born, self._born, self._continued = self._born, [], []
         plan.preempted[:0] = self._dropped
-        output = plan.freeze(self._last_batch, self._arrived, self._aborted, self.kv.take_cache_changes(), self._log.take())
-        self._arrived, self._aborted, self._dropped = [], [], []
+        changes, decisions, refused = self.kv.take_cache_changes(), self._log.take(), self._refused
+        output = plan.freeze(self._last_batch, self._arrived, self._aborted, changes, decisions, refused)
+        self._arrived, self._aborted, self._dropped, self._refused = [], [], [], []
         self._last_batch = output.batch
         self.step = self._log.step = self.step + 1
         return output
-
-    def update(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> StepUpdate:
-        """Take in what a step drew: append ids, stop, free. All counting was done when the step was planned."""
-        update = StepUpdate(token_ids=list(runner_output.token_ids))
-        self._log.step = scheduler_output.step
-        now, extras, text = self._clock(), runner_output.extras, self._text
-        sequences = map(self.sequences.get, scheduler_output.batch.sequence_ids)
-        for row, (sequence, token_id) in enumerate(zip(sequences, runner_output.token_ids, strict=True)):
-            plain = token_id >= 0 and row not in extras  # a beam's row sends back more than its token
-            # Where the sequence turned out to have ended a step earlier, what was drawn for it is discarded.
-            if sequence is None or not (plain or self._takes(sequence, token_id, extras.get(row), update)):
-                update.token_ids[row] = NO_TOKEN
-                continue
-            sequence.num_tokens_in_flight -= 1
-            sequence.token_ids.append(token_id)
-            sequence.token_times.append(now)
-            if sequence.request.metrics.first_token_time is None:
-                sequence.request.metrics.first_token_time = now
-            update.advanced.append(sequence)
-            if (reason := stop(sequence, token_id, self._eos_token_ids, text)) is not None:
-                update.finished.append(self._finish(sequence, reason))
-        update.decisions = self._log.take()
-        self._log.step = self.step
-        return update
-
-    def _takes(self, sequence: Sequence, token_id: int, extras: RowExtras | None, update: StepUpdate) -> bool:
-        """Keep what a row sends back beside its token, if that is a token. Whether its sequence takes the token."""
-        if extras is not None:
-            sequence.take(extras)
-        failure, drew = failure_of(sequence, token_id, extras), token_id != NO_TOKEN
-        if failure is None and drew and sequence.request.beams is None:
-            if extras is not None and extras.logprobs is not None:
-                sequence.logprobs.append(extras.logprobs)
-            return True
-        sequence.num_tokens_in_flight -= drew
-        if failure is not None:
-            self._fail(sequence, failure, update)
-        elif drew:
-            self._propose(sequence, extras, update)
-        return False
-
-    def _fail(self, sequence: Sequence, reason: str, update: StepUpdate) -> None:
-        """End a sequence that cannot go on; where that is its prompt's doing, with all samples of the prompt."""
-        in_prompt = len(sequence.token_ids) == sequence.num_prompt_tokens
-        all_of_them = in_prompt or sequence.request.beams is not None
-        for one in sequence.request.sequences if all_of_them else [sequence]:
-            if not one.finished:
-                one.stop_reason = reason
-                update.advanced.append(one)
-                update.finished.append(self._finish(one, "error"))
 
     def _make_way(self, plan: StepPlan) -> None:
         """Where the policy lets a waiting sequence take a running one's place: the last in order gives way, one by one."""
@@ -133,8 +84,9 @@ class Scheduler(BeamLifecycle):
             self._preempt(last, plan, cause=f"{head.name} goes first")
 
     def _continue_running(self, plan: StepPlan) -> None:
+        drafting = self.drafting.begin_step(len(self.running), plan.budget)
         for sequence in self.running:
-            if sequence.num_computed_tokens + 1 < sequence.quiet_until and plan.budget:
+            if sequence.num_computed_tokens + 1 < sequence.quiet_until and plan.budget and not drafting:
                 plan.decode(sequence)
                 continue
             if sequence.status is not Status.RUNNING:
@@ -142,13 +94,16 @@ class Scheduler(BeamLifecycle):
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
             if not num_new_tokens:
                 continue
-            allocation = self._allocate(sequence, num_new_tokens)
+            num_drafts = self.drafting.of_row(sequence, num_new_tokens, plan.budget, self._log) if drafting else 0
+            allocation = self._allocate(sequence, num_new_tokens + num_drafts)
+            if allocation is None and num_drafts:  # nobody gives way for drafts
+                num_drafts, allocation = 0, self._allocate(sequence, num_new_tokens)
             if allocation is None:
                 allocation = self._make_room(sequence, num_new_tokens, plan)
             if allocation is not None:
                 if not self.config.enable_kv_cache:
                     self._restart(sequence, plan)
-                self._add(sequence, num_new_tokens, allocation, plan)
+                self._add(sequence, num_new_tokens, allocation, plan, num_drafts)
 
     def _num_new_tokens(self, sequence: Sequence, budget: int) -> int:
         """Tokens that a sequence would compute now, at most ``budget``; 0 if all its tokens are ordered already.
@@ -278,18 +233,20 @@ class Scheduler(BeamLifecycle):
         plan.admit(sequence, tuple(cached_blocks))
         self._add(sequence, num_new_tokens, allocation, plan)
 
-    def _add(self, sequence: Sequence, num_new_tokens: int, allocation: Allocation, plan: StepPlan) -> None:
+    def _add(
+        self, sequence: Sequence, num_new_tokens: int, allocation: Allocation, plan: StepPlan, num_drafts: int = 0
+    ) -> None:
         """Give a running sequence a row. Where it completes a prompt, the samples that share the prompt join."""
         before = sequence.num_computed_tokens
-        plan.add(sequence, num_new_tokens, allocation)
+        plan.add(sequence, num_new_tokens + num_drafts, allocation, num_drafts)
         if self.policy.dynamic:
-            self.policy.computed(view(sequence), num_new_tokens)
+            self.policy.computed(view(sequence), num_new_tokens + num_drafts)
         if allocation is not NOTHING_NEW:
             for _, source, target in allocation.copies:
                 self._log.add(sequence, "copied", source=source, target=target)
         # Only ids that are known: a block that a token in flight fills is published by the next step's planning. So a
         # decode has something to publish right at a block's end, or one token later.
-        if num_new_tokens > 1 or sequence.num_computed_tokens % self.kv.block_size <= 1:
+        if num_new_tokens + num_drafts > 1 or sequence.num_computed_tokens % self.kv.block_size <= 1:
             self.kv.publish(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens)
         sequence.quiet_until = self._quiet_until(sequence)
         if num_new_tokens == 1 and before >= sequence.num_prompt_tokens:

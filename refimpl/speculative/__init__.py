@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens are drafted cheaply, and one pass of the model checks several of them. The law stays as it is."""
+"""Speculative decoding: tokens are drafted cheaply, and one pass of the model checks several. Its law stays as it is."""

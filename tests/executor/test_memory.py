@@ -20,6 +20,7 @@ LLAMA_70B = ModelConfig(
     rope=RopeConfig(theta=500_000.0),
     tie_word_embeddings=False,
 )
+BLOCK = memory.block_bytes(LLAMA_70B, 16, 2)
 
 
 def cache(**changes):
@@ -41,19 +42,19 @@ def test_the_numbers_of_llama_3_70b():
 
 
 def test_the_null_block_is_one_more_than_the_count():
-    assert memory.num_blocks(cache(), LLAMA_70B, 2, available_bytes=5 * 2**20 * 11) == 10
+    assert memory.num_blocks(cache(), BLOCK, available_bytes=5 * 2**20 * 11) == 10
     with pytest.raises(OutOfMemoryError, match="two are the least") as caught:
-        memory.num_blocks(cache(), LLAMA_70B, 2, available_bytes=5 * 2**20 * 2 - 1)
+        memory.num_blocks(cache(), BLOCK, available_bytes=5 * 2**20 * 2 - 1)
     assert caught.value.numbers["block"] == 5 * 2**20
     assert "set cpu_kvcache_space=0.009766, in GiB" in str(caught.value)
-    assert memory.num_blocks(cache(), LLAMA_70B, 2, int(0.009766 * GIB)) == 1, "the value that it names does"
+    assert memory.num_blocks(cache(), BLOCK, int(0.009766 * GIB)) == 1, "the value that it names does"
     with pytest.raises(OutOfMemoryError, match="set kv_cache_memory_bytes=10485760"):
-        memory.num_blocks(cache(kv_cache_memory_bytes=100), LLAMA_70B, 2, 0)
+        memory.num_blocks(cache(kv_cache_memory_bytes=100), BLOCK, 0)
 
 
 def test_options_come_before_what_is_available():
-    assert memory.num_blocks(cache(num_gpu_blocks_override=7), LLAMA_70B, 2, 0) == 7
-    assert memory.num_blocks(cache(kv_cache_memory_bytes=GIB), LLAMA_70B, 2, 0) == 1024 // 5 - 1
+    assert memory.num_blocks(cache(num_gpu_blocks_override=7), BLOCK, 0) == 7
+    assert memory.num_blocks(cache(kv_cache_memory_bytes=GIB), BLOCK, 0) == 1024 // 5 - 1
 
 
 def test_a_cpus_share():
@@ -63,4 +64,4 @@ def test_a_cpus_share():
 
 
 def test_enough_is_four_times_all_slots_at_their_longest():
-    assert memory.enough_bytes(LLAMA_70B, 16, 2, max_num_seqs=2, max_model_len=33) == (4 * 2 * 3 + 1) * 5 * 2**20
+    assert memory.enough_bytes(BLOCK, 16, max_num_seqs=2, max_model_len=33) == (4 * 2 * 3 + 1) * 5 * 2**20

@@ -27,7 +27,20 @@ from refimpl.request import Request, Sequence
 CALLS = {"add": 4, "fork": 2, "abort": 1, "preempt": 1, "reset": 0.3, "step": 8}
 """How often each is called, against the others."""
 
-SEEN = ("calls", "audits", "walks", "copies", "prefix_hits", "evictions", "preempted", "swapped_out", "forks", "aborted")
+SEEN = (
+    "calls",
+    "audits",
+    "walks",
+    "copies",
+    "prefix_hits",
+    "evictions",
+    "preempted",
+    "swapped_out",
+    "forks",
+    "aborted",
+    "drafted",
+    "accepted",
+)
 """What is counted, in the order in which it is told."""
 
 
@@ -71,6 +84,8 @@ def random_driver(rng):
     if options["enable_kv_cache"] and "kv_cache_manager" not in options and rng.random() < 0.5:
         mode = rng.choice(["swap", "swap", "auto"])
         options |= {"num_host_blocks": rng.randint(1, 12), "swap_space": 1.0, "preemption_mode": mode}
+    if options["enable_kv_cache"] and "scheduler" not in options and rng.random() < 0.5:
+        options["drafts"] = rng.randint(1, 6)
     return Driver(num_blocks, block_size, depth=rng.randint(0, 1), prefix_cache=rng.random() < 0.7, **options)
 
 
@@ -137,6 +152,8 @@ def seen_in(driver):
     for output in driver.outputs:
         for what in ("copies", "prefix_hits", "preempted", "swapped_out", "forks", "aborted"):
             seen[what] += len(getattr(output, what))
+    seen["drafted"] = sum(num_drafts for num_drafts, _ in driver.drafts.seen)
+    seen["accepted"] = sum(num_accepted for _, num_accepted in driver.drafts.seen)
     seen["evictions"] = driver.cache.stats.evictions if driver.cache else 0
     return seen
 

@@ -16,6 +16,7 @@ from refimpl.outputs import NO_TOKEN
 from refimpl.recorder import Recorder
 from refimpl.scheduler import StepUpdate
 from refimpl.scheduler.choose import make_scheduler
+from refimpl.scheduler.drafting import Drafting
 from refimpl.scheduler.policies import choose_policy
 
 EOS = 0
@@ -37,10 +38,31 @@ def expected_output(path, prompt, max_tokens):
     return tokens[len(prompt) :]
 
 
+def draft(path, token_ids):
+    """A guess of what will be drawn, right three times out of four."""
+    digest = hashlib.blake2b(repr((token_ids, path)).encode(), digest_size=1).digest()[0]
+    return draw(path, token_ids) if digest % 4 else digest % 7
+
+
+class RandomLength:
+    """A DraftLength that is another one each time, and 0 now and then."""
+
+    def __init__(self, most):
+        self.most, self.calls = most, 0
+        self.seen = []
+
+    def choose(self, num_sequences):
+        self.calls += 1
+        return (self.calls * 2654435761 >> 7) % (self.most + 1)
+
+    def observe(self, num_drafts, num_accepted):
+        self.seen.append((num_drafts, num_accepted))
+
+
 class Driver:
     """Adds, forks, aborts, preempts and steps; asserts after each that all three levels are clean. Keeps an event log."""
 
-    def __init__(self, num_blocks=20, block_size=4, depth=0, prefix_cache=True, num_host_blocks=0, **options):
+    def __init__(self, num_blocks=20, block_size=4, depth=0, prefix_cache=True, num_host_blocks=0, drafts=0, **options):
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": num_blocks * block_size, "watermark": 0}
         args = EngineArgs(block_size=block_size, enable_prefix_caching=prefix_cache, **limits | options)
         config = args.scheduler_config(args.max_model_len, num_blocks * block_size)
@@ -52,7 +74,9 @@ class Driver:
         self.kv = make_kv_cache_manager(args, num_blocks, config.max_model_len, num_host_blocks)
         self.cache = self.kv.prefix_cache
         self.scheduler = make_scheduler(args, config, self.kv, (EOS,), clock, choose_policy(args.scheduling_policy))
-        self.executor = ShadowExecutor(block_size, draw)
+        self.drafts = RandomLength(drafts)
+        self.scheduler.drafting = Drafting(self.drafts if drafts else None)
+        self.executor = ShadowExecutor(block_size, draw, draft)
         self.recorder = Recorder("shadow", config, self.kv, depth > 0, LOG_CAPACITY, clock, str)
         self.depth = depth
         self.in_flight = []
