@@ -62,6 +62,7 @@ LAYERS = [
     {
         "server",
         "bench",
+        "speculate",
         "cli",
         "cli_options",
         "cli_output",

@@ -21,8 +21,8 @@ from refimpl.llm import LLM
 from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.tokenizer import Tokenizer
 
-USER_TEMPERATURE = 1.0
-"""The user's messages are drawn from all that the target would say."""
+USER_TEMPERATURE = 0.8
+"""Under 1, at which a small model says much that nobody would ask."""
 LONGEST_MESSAGE = 96
 """Tokens of a user's message; a longer one is cut."""
 SEEDS_APART = 2**32
@@ -76,9 +76,12 @@ class Texts:
         )
 
     def without(self, others: Texts) -> Texts:
-        """The chats whose question none of the others has."""
+        """The chats whose question none of the others has. Where nothing is asked, the chats that none of the others is."""
         known = {bytes(others[i][: others.answers[i]]) for i in range(len(others))}
-        kept = [i for i in range(len(self)) if bytes(self[i][: self.answers[i]]) not in known]
+        asked = len(known) > 1
+        if not asked:
+            known = {bytes(others[i]) for i in range(len(others))}
+        kept = [i for i in range(len(self)) if bytes(self[i][: self.answers[i]] if asked else self[i]) not in known]
         return Texts.of([(self[i].tolist(), int(self.answers[i])) for i in kept])
 
 

@@ -193,7 +193,12 @@ class Training:
                 (self._written(f"held-out-{name}", llm, options.seed + 1, 0, options.held_out, always), always(0))
                 for name, always in (("sampled", _sampled), ("greedy", _greedy))
             ]
-        return texts, [(part.without(texts), temperature) for part, temperature in held_out]
+        new = [(part.without(texts), temperature) for part, temperature in held_out]
+        if not any(len(part) for part, _ in new):
+            raise ConfigError(
+                f"all {options.held_out} chats that were to be held out stand in the training text too; hold out more"
+            )
+        return texts, [(part, temperature) for part, temperature in new if len(part)]
 
     def _engine_options(self, checkpoint: Checkpoint) -> dict[str, Any]:
         limit = checkpoint.config.context_limit()
