@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.speculate.dense import Batch
+from refimpl.speculate.dense import Batch, mixed_precision
 from refimpl.speculate.drafters import Drafter
 
 ROWS_AT_ONCE = 1024
@@ -57,7 +57,9 @@ def measure_acceptance(
     tokens = loops = 0
     for batch in batches:
         weights = torch.ones(batch.token_ids.shape, dtype=torch.float64, device=device)
-        for i, state in enumerate(drafter.states(batch, positions), start=1):
+        with mixed_precision(target):
+            states = list(drafter.states(batch, positions))
+        for i, state in enumerate(states, start=1):
             rows = batch.drafts(i)
             hidden = batch.ahead(batch.hidden, i)
             overlap, ratio = _compared(target, drafter, hidden[rows], state[rows], batch.after(i + 1)[rows], temperature)
@@ -89,8 +91,9 @@ def _compared(
     overlaps, ratios = [], []
     pieces = (x.split(ROWS_AT_ONCE) for x in (hidden, state, next_tokens))
     for h, s, token_ids in zip(*pieces, strict=True):
-        p_logits = target.compute_logits(h)
-        q_logits = _by_token_id(drafter, s, p_logits)
+        with mixed_precision(target):
+            p_logits = target.compute_logits(h)
+            q_logits = _by_token_id(drafter, s, p_logits)
         if temperature == 0:
             same = (p_logits.argmax(-1) == q_logits.argmax(-1)).double()
             overlaps.append(same)

@@ -33,6 +33,13 @@ def frozen_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
     return model
 
 
+def mixed_precision(model: LlamaForCausalLM) -> torch.autocast:
+    """Where a drafter's float32 weights meet a target in 16 bits: products are in the target's dtype."""
+    dtype = model.embed_tokens.dtype
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(model.embed_tokens.device.type, dtype if narrow else torch.bfloat16, enabled=narrow)
+
+
 def causal_attention(
     query: Float[Tensor, "T Hq D"], key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"], texts: int
 ) -> Float[Tensor, "T Hq D"]:

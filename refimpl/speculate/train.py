@@ -24,7 +24,7 @@ from refimpl.llm import LLM
 from refimpl.loading.checkpoint import Checkpoint, open_checkpoint
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.speculate.acceptance import Acceptance, measure_acceptance
-from refimpl.speculate.dense import Batch, frozen_target, run_target
+from refimpl.speculate.dense import Batch, frozen_target, mixed_precision, run_target
 from refimpl.speculate.drafters import KINDS, Drafter, HeadDrafter, LlamaDrafter, frequent_tokens
 from refimpl.speculate.loss import batches_of, draft_loss, in_batches, learning_rate
 from refimpl.speculate.report import Report, Trained, write_report
@@ -239,7 +239,7 @@ class Training:
         return HeadDrafter(target, config, vocabulary, options.draft_steps, options.seed)
 
     def _train(self, target: LlamaForCausalLM, drafter: Drafter, texts: Texts) -> list[Trained]:
-        options, device = self.options, target.embed_tokens.device
+        options = self.options
         weights = drafter.weights()
         optimizer = torch.optim.AdamW(weights.values(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
         state = TrainingState(self._work / "state.safetensors", weights, optimizer)
@@ -247,7 +247,6 @@ class Training:
         done = len(history)
         chosen = batches_of(texts, options.batch_tokens, options.seed)
         no_loops = np.zeros(len(texts.token_ids), dtype=bool)
-        narrow = device.type == "cuda" and target.embed_tokens.dtype in (torch.bfloat16, torch.float16)
         told: list[torch.Tensor] = []
         with state.kept_on_leaving(history, told), self._bar(options.steps, done) as bar:
             for step, texts_of_step in zip(range(options.steps), chosen, strict=False):
@@ -256,7 +255,7 @@ class Training:
                 batch = run_target(target, texts, texts_of_step, no_loops, drafter.kept_layers)
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, options.steps, options.learning_rate)
-                with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+                with mixed_precision(target):
                     loss, overlaps = draft_loss(drafter, batch, options.temperature)
                 optimizer.zero_grad()
                 loss.backward()

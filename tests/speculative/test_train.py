@@ -64,6 +64,12 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(trained, tmp_path):
     assert again.history == report.history
 
 
+def test_a_target_in_16_bits_trains_a_head_in_32(tmp_path):
+    report = Training(tiny(), tmp_path, TrainOptions(**SMALL), ENGINE | {"dtype": "bfloat16"}).run()
+    assert report.history[-1].loss < report.history[0].loss
+    assert len(report.acceptance) == 2
+
+
 def test_a_folder_of_other_options_is_refused(trained):
     out, _ = trained
     with pytest.raises(ConfigError, match="other options \\(steps was 6, is 7\\)"):
