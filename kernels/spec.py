@@ -35,6 +35,12 @@ HOMES: dict[str, str] = {
     "silu_mul": "silu_mul",
     "linear": "linear",
     "gated_linear": "linear",
+    "quantise": "fp8_quantise_spec",
+    "rms_norm_quantise": "fp8_quantise_spec",
+    "add_rms_norm_quantise": "fp8_quantise_spec",
+    "silu_mul_quantise": "fp8_quantise_spec",
+    "fp8_linear": "fp8_gemm_spec",
+    "fp8_gated_linear": "fp8_gemm_spec",
     "write_kv": "kv_write_specs",
     "turn_and_write_kv": "kv_write_specs",
     "copy_blocks": "kv_blocks",
@@ -42,10 +48,21 @@ HOMES: dict[str, str] = {
     "scatter_blocks": "kv_blocks",
     "penalise": "penalties",
     "sample": "sampling_spec",
+    "verify": "rejection_spec",
     "paged_attention": "attention_specs",
     "flash_attention": "attention_specs",
 }
 """The file of ``kernels/`` that each kernel stands in."""
+
+
+LEAST_FOR_FP8 = 89
+"""The first compute capability with arithmetic in e4m3 (NVIDIA, Ada and Hopper)."""
+WITHOUT_FP8 = {
+    target: f"e4m3 is a format of sm_{LEAST_FOR_FP8} and later; weights stay in 16 bits there, by linear and gated_linear"
+    for target in TARGETS
+    if target < LEAST_FOR_FP8
+}
+"""``KernelSpec.not_on`` of kernels that read or write e4m3."""
 
 
 @dataclass(frozen=True)

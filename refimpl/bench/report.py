@@ -13,8 +13,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from refimpl.bench.report_serving import idle_table, serve_sim_table, startup_table
 from refimpl.errors import RefimplError
 
+COMMANDS = {
+    "offline": "throughput --model-config llama-3-8b",
+    "serve_sim": "serve-sim --model-config llama-3-8b",
+    "startup": "startup --model-config llama-3-8b",
+    "idle": "idle --model-config llama-3-8b",
+}
+"""What measures a topic, where it is not a command of its name."""
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
@@ -47,7 +55,7 @@ def render(text: str) -> str:
         if topic not in TABLES:
             raise RefimplError(f"no table for the topic {topic!r}; there are {', '.join(TABLES)}")
         tables = [TABLES[topic](result) for result in results.get(topic, [])]
-        command = "throughput --model-config llama-3-8b" if topic == "offline" else topic
+        command = COMMANDS.get(topic, topic)
         unmeasured = f"Not measured yet: `refimpl bench {command} --save refimpl/bench/results`.\n"
         return match[1] + ("".join(tables) or unmeasured) + match[3]
 
@@ -290,7 +298,18 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "swap": _swap,
     "beam": _beam,
     "widgets": _widgets,
+    "offline_llama_3_8b_fp8": _offline,
+    "offline_llama_3_70b_fp8": _offline,
     "kernels": _kernels,
     "offline": _offline,
+    "serve_sim": lambda result: serve_sim_table(result) + caption(result),
+    "startup": lambda result: startup_table(result) + caption(result),
+    "idle": lambda result: idle_table(result) + caption(result),
 }
 """How each topic's result becomes a Markdown table."""
+COMMANDS = {
+    "offline": "throughput --model-config llama-3-8b",
+    "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
+    "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
+}
+"""What measures a topic that is not called as its command."""

@@ -15,6 +15,8 @@ others are cuBLAS's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -36,6 +38,10 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
         self._packed: Tensor | None = None
         self._for_one_token: Tensor | None = None
+
+    def parts(self, *sizes: int) -> Sequence[Tensor]:
+        """The weight in pieces of so many outputs each, to be filled; without sizes, in one."""
+        return torch.split(self.weight, list(sizes) or [len(self.weight)])
 
     def pack(self, keep_plain: bool = False, twice: bool = False) -> None:
         """Move the weight into the layouts that are fastest on this CPU, where there are any; else leave it as it is.

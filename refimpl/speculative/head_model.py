@@ -29,7 +29,7 @@ All K steps use the same ``context``: drafted tokens are not in the cache, and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -43,6 +43,7 @@ from refimpl.layers.activation import SwiGLU
 from refimpl.layers.linear import Linear
 from refimpl.layers.rotary import RotaryEmbedding, rotate
 from refimpl.models.llama import LlamaForCausalLM
+from refimpl.quantization.plain import PLAIN
 
 
 class HeadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +74,7 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 2 * H * H + attention + len(self.attends) * (3 * H * self.intermediate_size + H) + 2 * H
 
 
+@runtime_checkable
 class DraftContext(Protocol):
     """What the target's cache holds, for the attention of the head."""
 
@@ -107,7 +109,7 @@ class HeadBlock(nn.Module):
             self.q_proj = Linear(H, heads, dtype, device)
             self.o_proj = Linear(heads, H, dtype, device)
         self.mlp_norm = _weight(H, dtype, device)
-        self.mlp = SwiGLU(H, config.intermediate_size, dtype, device)
+        self.mlp = SwiGLU(H, config.intermediate_size, dtype, device, PLAIN)
 
     def forward(self, x: Float[Tensor, "T H"], positions: Int[Tensor, "T"], context: DraftContext) -> Float[Tensor, "T H"]:
         """``x`` and what this block adds to it."""
