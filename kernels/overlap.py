@@ -7,11 +7,13 @@ the one before it has ended, and its programs wait at a place of their own choic
     kernel A    ┤ work ├──────── last programs ──┤
     kernel B           ┤ weights on their way … wait ├─ lets C begin ─┤ work ├──────── …
 
-Two rules keep that right, and a kernel of refimpl that overlaps follows both:
+Three rules keep that right, and every kernel of refimpl that overlaps follows them:
 
-- Before it waits a program reads only what no kernel of the step writes: weights; and it writes nothing.
+- Every program waits, also one that has nothing to do.
 - It lets the next kernel begin after it has waited, not before. So whoever runs ahead of its wait runs beside one kernel,
-  the one before it, and everything earlier has ended.
+  the one before it, and all earlier ones have ended.
+- Before it waits a program writes nothing, and reads nothing that the kernel before it may write: weights, and what a step
+  planned earlier.
 
 A kernel that knows nothing of this, such as cuBLAS's, begins after its predecessor has ended, and one that overlaps with it
 waits for its end. Source: NVIDIA, CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".

@@ -41,13 +41,14 @@ HOMES: dict[str, str] = {
     "silu_mul_quantise": "fp8_quantise_spec",
     "fp8_linear": "fp8_gemm_spec",
     "fp8_gated_linear": "fp8_gemm_spec",
-    "write_kv": "kv_write",
-    "turn_and_write_kv": "kv_write",
+    "write_kv": "kv_write_specs",
+    "turn_and_write_kv": "kv_write_specs",
     "copy_blocks": "kv_blocks",
     "gather_blocks": "kv_blocks",
     "scatter_blocks": "kv_blocks",
     "penalise": "penalties",
     "sample": "sampling_spec",
+    "verify": "rejection_spec",
     "paged_attention": "attention_specs",
     "flash_attention": "attention_specs",
 }
@@ -83,8 +84,8 @@ class Case:
 
     inputs: dict[str, Any]
     """What twin and kernel are given by name: tensors and numbers. The twin changes none; a kernel may say that it does."""
-    out: dict[str, Tensor] = field(default_factory=dict)
-    """What the kernel is given besides: tensors to write into, filled with NaN (-1 where they hold integers)."""
+    out: dict[str, Any] = field(default_factory=dict)
+    """What the kernel is given besides: tensors to write into, filled with NaN (-1 where they hold integers), and plans."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ class KernelSpec:
     flops: Callable[[Shape, torch.dtype], int]
     compiles: Callable[[int], tuple[Compile, ...]]
     """What to compile for a compute capability (75, 80, 89, 90, 100), as the launcher would launch it there."""
+    timed_shapes: tuple[Shape, ...] = ()
+    """For the benchmark alone: too large for the twin in float64."""
     not_on: Mapping[int, str] = field(default_factory=dict)
     """Targets that the kernel is not for, and why, and what is done there instead."""
     complain: Callable[[Case, dict[str, Tensor], dict[str, Tensor]], list[str]] | None = None

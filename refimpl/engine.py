@@ -33,7 +33,6 @@ from refimpl.request import Request
 from refimpl.request_book import RequestBook
 from refimpl.sampling_params import SamplingParams
 from refimpl.scheduler.choose import make_scheduler
-from refimpl.scheduler.drafting import Drafting
 from refimpl.scheduler.policies import choose_policy
 from refimpl.step_loop import StepLoop
 
@@ -61,10 +60,9 @@ class Engine:
         policy = choose_policy(args.scheduling_policy)
         check_parts(args)
         checkpoint = open_checkpoint(args.model)
-        self.model_config = checkpoint.config
+        self.model_config, self.tokenizer = checkpoint.config, checkpoint.tokenizer()
         model_limit = self.model_config.context_limit(args.max_model_len)
         overlap = args.overlaps(resolve_device(args.device).type == "cuda")
-        self.tokenizer = checkpoint.tokenizer()
         executor: Executor = LocalExecutor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
         self._executor = executor
         weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
@@ -75,8 +73,8 @@ class Engine:
                 log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
             self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
             costs, hooks, token_text = executor.preemption_costs, executor.logits_hooks, self.tokenizer.token_text
-            drafting = Drafting(executor.draft_length, executor.max_draft_len)
-            self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, self._processor, costs, drafting)
+            watch = self._processor
+            self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, watch, costs, executor.drafting)
             self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args, clock, hooks)
             self._recorder = Recorder(checkpoint.name, config, kv, overlap, args.event_log_size, clock, token_text, executor)
         except BaseException:
@@ -87,9 +85,9 @@ class Engine:
         """Where who watches may hold the engine between two steps."""
         self._lock = EngineLock()
         self._loop = StepLoop(self.scheduler, self._executor, self._recorder, depth=int(overlap))
+        self.due_in = self._loop.pace.due_in  # seconds for which the next step can wait: who comes meanwhile is in it
         self._kept: list[RequestOutput] = []
-        self._book = RequestBook()
-        self._closed = False
+        self._book, self._closed = RequestBook(), False
         self.num_aborted = 0  # requests, since the engine began
 
     # ------------------------------------------------------------------ requests

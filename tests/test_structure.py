@@ -43,7 +43,7 @@ LAYERS = [
     {"models", "loading"},
     {"sampling", "speculative"},
     # Executors, and what drives any of them: the loop of steps, and who writes down what happened.
-    {"executor", "step_loop", "recorder", "simulate", "parallel"},
+    {"executor", "step_loop", "step_pace", "recorder", "simulate", "parallel"},
     # The engine and its own helpers.
     {
         "engine",

@@ -317,8 +317,6 @@ class State:
         self.blocks.disown(sequence.sequence_id, sequence.table)
         sequence.table = []
 
-    # ------------------------------------------------------------------ keeping
-
     def prefilling(self) -> list[int]:
         """Sequences that compute tokens which were known before: they end one behind, or without an own token."""
         running = (one for one in self.sequences.values() if one.phase == "running")

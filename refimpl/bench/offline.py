@@ -26,11 +26,10 @@ import torch
 from refimpl.bench.result import Check, Result, check, setting, workload_hash
 from refimpl.bench.rows import Figures, Rows
 from refimpl.bench.sides import Requests, in_turn, serve
+from refimpl.bench.subject import model_or_shape
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import ConfigError
-from refimpl.loading.dummy import ShapeCheckpoint
-from refimpl.simulate.models import find_model
 
 SEED = 20240611
 WORKLOADS = ("decode-1", "decode-64", "mixed-128", "mixed-512")
@@ -63,7 +62,7 @@ def requests_of(name: str, scale: float = 1.0) -> Requests:
     return [(prompt[: max(1, round(len(prompt) * scale))], max(1, round(output * scale))) for prompt, output in requests]
 
 
-def _within(requests: Requests, vocab_size: int) -> Requests:
+def within_vocabulary(requests: Requests, vocab_size: int) -> Requests:
     """The same with ids that a smaller vocabulary has."""
     return [([token_id % vocab_size for token_id in prompt], output) for prompt, output in requests]
 
@@ -101,17 +100,14 @@ def run(
     """
     if repeats < 1 or not 0 < scale <= 1:
         raise ConfigError(f"repeats is {repeats}, scale {scale}; they must be 1 or more, and over 0 to 1")
-    if engine_options.get("model", EngineArgs.model) != EngineArgs.model:
-        raise ConfigError(f"model is {engine_options['model']!r} and model_config {model_config!r}; give one of them")
+    options, shape = model_or_shape(engine_options, model_config)
     listed = {name: requests_of(name, scale) for name in workloads}
     rows = Rows(list(listed), _tell, max_minutes)
-    shape = ShapeCheckpoint(model_config, find_model(model_config))
-    fixed = {"model": shape, "load_format": "dummy", "enable_prefix_caching": False, "event_log_size": 0}
-    engine = Engine(EngineArgs.from_options(engine_options | fixed))
+    engine = Engine(EngineArgs.from_options(options | {"enable_prefix_caching": False, "event_log_size": 0}))
     try:
         with rows.kept_when_interrupted():
             for name, requests in listed.items():
-                rows.measure(name, partial(_measure, engine, _within(requests, shape.config.vocab_size), repeats))
+                rows.measure(name, partial(_measure, engine, within_vocabulary(requests, shape.config.vocab_size), repeats))
     finally:
         engine.close()
     quantization, dtype = engine_options.get("quantization"), engine_options["dtype"]

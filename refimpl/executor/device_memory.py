@@ -15,6 +15,7 @@ import msgspec
 from refimpl.config import GIB
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.memory import ENOUGH
+from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.memory_report import MemoryPart, SettingChange
 
 LOGITS_COPIES = 9
@@ -57,7 +58,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     activations: Grows = Grows()
     """Of a step, by its tokens."""
     graph_pool: Grows = Grows()
-    """What lies between the kernels of the largest CUDA graph, and its recording, by its rows."""
+    """What lies between the kernels of the largest CUDA graphs, and their recordings: that of a step with prompts, which is
+    fixed, and what one of decodes takes beside it, by its rows."""
     graph_each: int = 0
     """Of each further graph."""
     staging: int = 0
@@ -70,7 +72,12 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_model_len: int
     gpu_memory_utilization: float
+    laws_a_row: int = 1
+    """Rows of logits of each sequence: one, and one for each draft."""
     graphs: bool = False
+    """Whether CUDA graphs of decodes are recorded."""
+    mixed_graphs: bool = False
+    """Whether the same are of steps with prompts."""
     measured: bool = True
     """Whether a step was run to see what it needs; it is not where options fix the cache's size."""
 
@@ -87,7 +94,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sampler_bytes(self) -> int:
         """Logits of a full batch and what is made of them: reckoned, not measured."""
-        return LOGITS_COPIES * 4 * self.max_num_seqs * self.vocab_size
+        return LOGITS_COPIES * 4 * self.max_num_seqs * self.laws_a_row * self.vocab_size
 
     @property
     def batch_bytes(self) -> int:
@@ -97,7 +104,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_graphs(self) -> int:
         """CUDA graphs that are recorded."""
-        return len(graph_sizes(self.max_num_seqs)) if self.graphs else 0
+        mixed = len(mixed_sizes(self.max_num_batched_tokens)) if self.mixed_graphs else 0
+        return len(graph_sizes(self.max_num_seqs)) + mixed if self.graphs else 0
 
     @property
     def graph_bytes(self) -> int:
@@ -153,7 +161,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
             MemoryPart("weights", self.weights, ""),
             MemoryPart("kernels and libraries", self.libraries, "" if self.measured else "not measured"),
             MemoryPart("activations, peak", self.activation_bytes, self._activations_note()),
-            MemoryPart("sampler, at most", self.sampler_bytes, f"{self.max_num_seqs:,} rows of {self.vocab_size:,} logits"),
+            MemoryPart(
+                "sampler, at most",
+                self.sampler_bytes,
+                f"{self.max_num_seqs * self.laws_a_row:,} rows of {self.vocab_size:,} logits",
+            ),
             MemoryPart("batch by slot", self.with_(max_model_len=longest).batch_bytes, slots),
             MemoryPart("CUDA graphs", self.graph_bytes, f"{self.num_graphs}" if self.num_graphs else "none"),
             MemoryPart("swapped blocks", self.staging, "on their way" if self.staging else "no swap_space"),

@@ -11,15 +11,18 @@ from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import EngineArgs
 from refimpl.errors import ConfigError
+from refimpl.executor.check_graphs import DraftGraphs
+from refimpl.executor.cuda_graphs import DecodeStep
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.round_costs import measure_rounds
 from refimpl.executor.speculation import Speculation
 from refimpl.loading.checkpoint import Checkpoint, load_model, open_checkpoint
 from refimpl.models.llama import LlamaForCausalLM
+from refimpl.scheduler.drafting import Drafting
 from refimpl.speculative.draft_model import DraftModelProposer
 from refimpl.speculative.head_files import load_head, shipped_head
 from refimpl.speculative.head_proposer import HeadProposer
-from refimpl.speculative.lengths import AdaptiveLength, FixedLength, LengthChooser
+from refimpl.speculative.lengths import AdaptiveLength, FixedLength
 from refimpl.speculative.ngram_proposer import NgramProposer
 from refimpl.speculative.proposer import Proposer
 from refimpl.speculative_config import SpeculativeConfig
@@ -88,6 +91,7 @@ def make_speculation(
     """
     proposer = _proposer(config, args, target, draft, runner)
     coupled = config.sampler == "coupled"
+    runner.input_batch.unsettled.expect()
     return Speculation(proposer, runner.input_batch, coupled, config.synthetic_acceptance)
 
 
@@ -117,9 +121,19 @@ def _proposer(
     return DraftModelProposer(draft, kv_cache, backend, max_num_seqs, budget)
 
 
-def make_length(config: SpeculativeConfig, args: EngineArgs, runner: ModelRunner) -> LengthChooser:
+def record_drafter(runner: ModelRunner, sizes: list[int]) -> None:
+    """Record CUDA graphs of a draft model's steps, where there is one."""
+    assert runner.speculation is not None
+    proposer, batch = runner.speculation.proposer, runner.input_batch
+    if isinstance(proposer, DraftModelProposer) and getattr(proposer.backend, "decodes_on_device", False):
+        step = DecodeStep(proposer.model, proposer.kv_cache, batch, proposer.backend, sizes[-1])
+        proposer.graphs = DraftGraphs.of(step, sizes[-1])
+
+
+def make_drafting(config: SpeculativeConfig, args: EngineArgs, runner: ModelRunner) -> Drafting:
     """The number of drafts a round: as asked, or adapting to costs that are measured here."""
-    most = config.num_speculative_tokens
+    assert runner.speculation is not None
+    most, longest = config.num_speculative_tokens, runner.speculation.proposer.max_len
     if not config.adaptive:
-        return FixedLength(most)
-    return AdaptiveLength(most, measure_rounds(runner, most, args.step_limits()))
+        return Drafting(FixedLength(most), longest)
+    return Drafting(AdaptiveLength(most, measure_rounds(runner, most, args.step_limits())), longest)

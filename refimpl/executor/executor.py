@@ -9,7 +9,7 @@ from refimpl.errors import RefimplError
 from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.sampling_params import LogitsHooks
-from refimpl.scheduler.drafting import DraftLength
+from refimpl.scheduler.drafting import Drafting
 from refimpl.scheduler.preemption import PreemptionCosts
 
 if TYPE_CHECKING:
@@ -26,10 +26,8 @@ class Executor(Protocol):
     """Blocks of its swap space."""
     preemption_costs: PreemptionCosts | None
     """What swapping and recomputing cost there, where ``preemption_mode="auto"`` has to know."""
-    draft_length: DraftLength | None
-    """How many tokens are drafted for a step; None where none are."""
-    max_draft_len: int | None
-    """The most tokens of a sequence for which drafts are made, where there is a limit."""
+    drafting: Drafting | None
+    """How many tokens are drafted for whom; None where none are."""
     block_bytes: int
     """Bytes of one of them, over all layers."""
     weight_bytes: int

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.outputs import NO_TOKEN, Batch, ModelRunnerOutput, SchedulerOutput
-from refimpl.scheduler.drafting import DraftLength
+from refimpl.scheduler.drafting import Drafting
 from refimpl.scheduler.preemption import PreemptionCosts
 
 _MIX = 0x9E3779B97F4A7C15
@@ -33,8 +33,7 @@ class ModelFreeExecutor:
         self.logits_hooks = None
         self.num_host_blocks = 0
         self.preemption_costs: PreemptionCosts | None = None
-        self.draft_length: DraftLength | None = None
-        self.max_draft_len: int | None = None
+        self.drafting: Drafting | None = None
         self._first_token = first_token
         self._num_drawable = vocab_size - first_token
         self._paths: dict[int, int] = {}

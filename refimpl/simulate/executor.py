@@ -8,7 +8,7 @@ import msgspec
 
 from refimpl.executor.model_free import ModelFreeExecutor
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
-from refimpl.scheduler.drafting import DraftLength
+from refimpl.scheduler.drafting import Drafting
 from refimpl.simulate.deployment import Deployment
 from refimpl.simulate.roofline import StepWork
 
@@ -68,8 +68,7 @@ class SimulatedExecutor(ModelFreeExecutor):
         vocab_size = deployment.model.vocab_size
         super().__init__(num_blocks, vocab_size, first_token=min(1_000, vocab_size // 2))
         self.num_host_blocks = num_host_blocks
-        self.draft_length: DraftLength | None = None
-        self.max_draft_len: int | None = None
+        self.drafting: Drafting | None = None
         self.preemption_costs = deployment.roofline.preemption_costs() if num_host_blocks else None
         self.block_bytes = deployment.block_bytes(block_size)
         self.weight_bytes = deployment.roofline.weight_bytes

@@ -9,7 +9,6 @@ and costs little more; at batch 64 it computes as much as it reads, and a K that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import msgspec
 
@@ -20,6 +19,11 @@ FORGET = 0.98
 PROBE_EVERY = 200
 """Steps without drafts after which a round is tried again, to see whether acceptance is better by now."""
 PROBE_LEN = 1
+
+
+def ladder(most: int, adaptive: bool = True) -> list[int]:
+    """Numbers of drafts that may come, the most included, 0 left out."""
+    return sorted({number for number in LADDER if 0 < number < most} | {most}) if adaptive else [most]
 
 
 class RoundCosts(msgspec.Struct, frozen=True):
@@ -78,16 +82,6 @@ class Acceptance:
         return expected
 
 
-class LengthChooser(Protocol):
-    """What the scheduler asks (:class:`refimpl.scheduler.drafting.DraftLength`)."""
-
-    def choose(self, num_sequences: int) -> int:
-        """Drafts for each of so many sequences."""
-
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """What became of one row's drafts."""
-
-
 class FixedLength:
     """Always the same number."""
 
@@ -108,9 +102,7 @@ class AdaptiveLength:
     """The number of ``LADDER``, at most ``most``, that brings most tokens a second; 0 where none beats plain decoding."""
 
     def __init__(self, most: int, costs: RoundCosts) -> None:
-        self.ladder = [number for number in LADDER if number <= most]
-        if most not in self.ladder:
-            self.ladder.append(most)
+        self.ladder = [0, *ladder(most)]
         self.costs = costs
         self.acceptance = Acceptance()
         self._steps_without = 0
