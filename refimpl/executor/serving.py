@@ -127,5 +127,5 @@ def _fp8(quantization: str | None, setting: Setting, obstacle_to_kernels: str) -
         return [Served("products of FP8 weights", "torch", why)]
     if obstacle_to_kernels:
         return [Served("products of FP8 weights", "torch, on widened weights", obstacle_to_kernels)]
-    by = "kernel fp8_linear up to 64 tokens, torch._scaled_mm beyond"
+    by = "kernel fp8_linear up to 64 or 128 tokens, torch._scaled_mm beyond"
     return [Served("products of FP8 weights", by, f"sm_{setting.capability}")]
