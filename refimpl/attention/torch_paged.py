@@ -65,8 +65,8 @@ class Group:
     """Keys a tile, the longest one's (``L``)."""
     block_ids: Int[Tensor, "tiles_x_blocks"]
     """The head of the tiles' block tables, tile after tile."""
-    in_place: slice | None
-    """The blocks, where they follow each other in the cache, which is so for a sequence alone: it is read where it lies."""
+    in_place: int | None
+    """The first block of a lone tile whose blocks follow each other in the cache: it is read where it lies."""
     from_start: bool
     """Whether the tiles are prompts from their first token on, so that query i sees the keys up to i."""
     hidden: Bool[Tensor, "tiles 1 queries L"] | None
@@ -137,10 +137,10 @@ def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
     )
 
 
-def _consecutive(block_ids: Int[Tensor, "blocks"]) -> slice | None:
-    """The blocks as one piece of the cache, where they are."""
+def _consecutive(block_ids: Int[Tensor, "blocks"]) -> int | None:
+    """The first of blocks that follow each other."""
     ids = block_ids.numpy()
-    return slice(ids[0], ids[-1] + 1) if (np.diff(ids) == 1).all() else None
+    return int(ids[0]) if (np.diff(ids) == 1).all() else None
 
 
 def _masks(
@@ -209,8 +209,10 @@ class TorchPagedStep:
 
     def _gather(self, cache: Float[Tensor, "blocks B Hkv D"], group: Group, which: int) -> Float[Tensor, "tiles Hkv L D"]:
         """The pages of each tile, laid end to end; slots beyond a tile's context are zero."""
-        if group.in_place is not None:
-            return cache[group.in_place].flatten(0, 1)[: group.context].transpose(0, 1).unsqueeze(0)
+        if group.in_place is not None and cache.is_contiguous():
+            _, block_size, Hkv, D = cache.shape
+            first = cache.storage_offset() + group.in_place * block_size * Hkv * D
+            return cache.as_strided((1, Hkv, group.context, D), (0, D, Hkv * D, 1), first)  # one view in place of five
         shape = (len(group.block_ids), *cache.shape[1:])
         size = math.prod(shape)
         buffer = self._scratch[which]

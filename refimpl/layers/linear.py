@@ -41,7 +41,7 @@ class Linear(nn.Module):
         """Move the weight into the layouts that are fastest on this CPU, where there are any; else leave it as it is.
 
         ``keep_plain`` keeps the usual tensor beside them, for a weight that is tied to an embedding; ``twice`` allows a
-        layout for several tokens and another one for a single token.
+        layout for several tokens and another one for few.
         """
         self._product = fastest_product(self.weight.data, twice)
         if self._product is not None and not keep_plain:

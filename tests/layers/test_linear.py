@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refimpl.layers import cpu_products
-from refimpl.layers.cpu_products import ByFbgemm, ByOneDNN, OneTokenApart, fastest_product, runs
+from refimpl.layers.cpu_products import ByFbgemm, ByOneDNN, FewTokensApart, fastest_product, runs
 from refimpl.layers.linear import Linear
 
 CPU = torch.device("cpu")
@@ -24,7 +24,9 @@ def without(monkeypatch, dtype):
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(48, 96), (96, 48)], ids=["wide", "tall"])
 @pytest.mark.parametrize("twice", [False, True])
-def test_layouts_give_the_same_product(in_features, out_features, twice):
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_layouts_give_the_same_product(monkeypatch, capability, in_features, out_features, twice):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     linear = filled(in_features, out_features)
     expected = linear.weight.double()
     linear.pack(keep_plain=False, twice=twice)
@@ -57,11 +59,15 @@ def test_float64_is_left_as_it_is():
     assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight))
 
 
-def test_a_single_token_has_a_layout_apart_only_in_float32_and_if_it_may():
+def test_few_tokens_of_float32_have_a_layout_apart_if_they_may(monkeypatch):
     if not HAS_ONEDNN:
         pytest.skip("this CPU has no packed layout for float32")
-    assert type(fastest_product(torch.randn(48, 96), twice=True)) is OneTokenApart
-    assert type(fastest_product(torch.randn(48, 96), twice=False)) is ByOneDNN
+    for capability, few in (("AVX2", 1), ("AVX512", 8)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        product = fastest_product(torch.randn(48, 96), twice=True)
+        assert isinstance(product, FewTokensApart)
+        assert product.few == few
+        assert type(fastest_product(torch.randn(48, 96), twice=False)) is ByOneDNN
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
