@@ -1,9 +1,12 @@
 """Linear: ``y = x Wᵀ``. On a CPU the weight is laid out once as its products read it fastest (see :mod:`cpu_products`).
 
-On a GPU a single token's product in 16 bits is a kernel's (:mod:`refimpl.kernels.linear`), all others are cuBLAS's.
+On a GPU products of a few tokens in 16 bits are a kernel's where that is the faster (:mod:`refimpl.kernels.linear`), all
+others are cuBLAS's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,10 @@ class Linear(nn.Module):
         """What it multiplies in: x is brought to it, and the product has it."""
         return self.weight.dtype if self._product is None else self._product.dtype
 
+    def parts(self, *sizes: int) -> Sequence[Tensor]:
+        """The weight in pieces of so many outputs each, to be filled; without sizes, in one."""
+        return torch.split(self.weight, list(sizes) or [len(self.weight)])
+
     def pack(self, keep_plain: bool = False, twice: bool = False) -> None:
         """Move the weight into the layouts that are fastest on this CPU, where there are any; else leave it as it is.
 
@@ -48,13 +55,14 @@ class Linear(nn.Module):
         """``x Wᵀ``, in :attr:`dtype`."""
         if self._product is not None:
             return self._product(x)
-        if one_token_by_triton(x):
+        if by_triton(x):
             from refimpl.kernels import linear as kernel
 
-            return kernel.linear(x, self.weight)
+            if kernel.serves(x, self.weight):
+                return kernel.linear(x, self.weight)
         return F.linear(x.to(self.weight.dtype), self.weight)
 
 
 def one_token_by_triton(x: Float[Tensor, "T in_features"]) -> bool:
-    """Whether a product is one that refimpl's kernel makes faster than cuBLAS: of one token, in 16 bits."""
+    """Whether SwiGLU's two products are a kernel's, with what follows them: of one token, in 16 bits."""
     return len(x) == 1 and x.element_size() == 2 and by_triton(x)
