@@ -111,7 +111,8 @@ class LogHeader(msgspec.Struct, frozen=True):
     """What the times count: "monotonic" (a real engine) or "virtual" (a simulated one)."""
     config: dict[str, Any]
     """The engine's numbers: model, block_size, num_blocks, num_host_blocks, max_num_seqs, max_num_batched_tokens,
-    max_model_len, and, where there is a model, device, weight_bytes and block_bytes (of a block over all layers)."""
+    max_model_len, and, where there is a model, device, weight_bytes and block_bytes (of a block over all layers); where
+    tokens are drafted, num_speculative_tokens."""
 
 
 class _Version(msgspec.Struct):
