@@ -68,6 +68,16 @@ class Outcomes:
         return int((self.table * (accepted + drew)).sum())
 
     @property
+    def num_drafts(self) -> int:
+        """Tokens drafted in them."""
+        return int((self.table * np.indices(self.table.shape)[0]).sum())
+
+    @property
+    def num_accepted(self) -> int:
+        """Of those, the ones that were accepted."""
+        return int((self.table * np.indices(self.table.shape)[1]).sum())
+
+    @property
     def num_cut(self) -> int:
         """Rounds that an end of their request cut short."""
         return int(self.table[:, :, 0].sum())

@@ -32,10 +32,15 @@ def check_num_drafts(num_drafts: NumDraftsFunction) -> str:
             rng.choice((0.0, 0.02, 0.1, 0.3)),
             rng.random(),
         )
-        _check_one(num_drafts, rates, c, lambda n, dear=dear**3: 1 + dear * (n - 1))
-        chosen.add(best_num_drafts(rates, c, lambda n, dear=dear**3: 1 + dear * (n - 1)))
+        v = _cost_of_checks(dear**3)
+        _check_one(num_drafts, rates, c, v)
+        chosen.add(best_num_drafts(rates, c, v))
     assert chosen == set(LADDER), "each number is the best in one case or another"
     return f"right, in {CASES} cases, 0 drafts among them"
+
+
+def _cost_of_checks(slope: float) -> Callable[[int], float]:
+    return lambda n: 1 + slope * (n - 1)
 
 
 def _check_one(num_drafts: NumDraftsFunction, rates: list[float], c: float, v: Callable[[int], float]) -> None:
