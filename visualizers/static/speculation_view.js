@@ -72,7 +72,7 @@
       }
 
       rounds.addEventListener("click", (event) => {
-        const step = event.target.closest("[data-position]"), sequence = event.target.closest("[data-request]");
+        const step = event.target.closest("button.step"), sequence = event.target.closest(".sequence");
         if (step) ui.seek(Number(step.dataset.position));
         else if (sequence) ui.pin(sequence.dataset.request === ui.pinned ? null : sequence.dataset.request);
       });
