@@ -67,6 +67,7 @@ LAYERS = [
         "cli_options",
         "cli_output",
         "cli_simulate",
+        "cli_speculative",
         "chat",
         "chat_command",
         "doctor",
