@@ -65,12 +65,16 @@ def philox(counter: tuple[Int64[Tensor, "R"], ...], key: tuple[Int64[Tensor, "R"
 
 
 def uniform(
-    seed: Int64[Tensor, "R"], path: Int64[Tensor, "R"], position: Int64[Tensor, "R"], purpose: Purpose
+    seed: Int64[Tensor, "R"],
+    path: Int64[Tensor, "R"],
+    position: Int64[Tensor, "R"],
+    purpose: Purpose | Int64[Tensor, "R"],
 ) -> Float64[Tensor, "R"]:
     """One uniform number a row, strictly between 0 and 1, from 32 random bits.
 
-    ``position`` is the index, in its sequence, of the token that is drawn.
+    ``position`` is the index, in its sequence, of the token that is drawn; ``purpose`` is one for all rows, or each row's.
     """
-    counter = (position & _MASK, torch.full_like(position, int(purpose)), path & _MASK, (path >> 32) & _MASK)
+    use = purpose if isinstance(purpose, Tensor) else torch.full_like(position, int(purpose))
+    counter = (position & _MASK, use, path & _MASK, (path >> 32) & _MASK)
     word = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))[0]
     return (word.to(torch.float64) + 0.5) * 2.0**-32

@@ -21,7 +21,7 @@ bytes a row (2·V for logits of 16 bits), twice that where ``raw`` differs.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -36,6 +36,7 @@ from refimpl.kernels.sampling_mass import GREEDY_BELOW, below, fixed_point, is_k
 TILE = 4096
 """Tokens of a tile. It may be tuned: masses are exact, so no token depends on it."""
 NUM_WARPS = 8
+OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 BAD_LOGITS = tl.constexpr(reference.BAD_LOGITS)
 NOTHING_LEFT = tl.constexpr(reference.NOTHING_LEFT)
 
@@ -195,34 +196,68 @@ def sample(
         RefimplError: elements of a row lie apart, or sizes differ.
 
     """
-    R, V = logits.shape
     raw_or_logits = logits if raw is None else raw
     check_last_axis(logits=logits, raw=raw_or_logits)
     check_same("sizes", logits=logits.shape, raw=raw_or_logits.shape)
     token_ids = torch.empty_like(seed) if token_ids is None else token_ids
     logprobs = torch.empty_like(temperature) if logprobs is None else logprobs
-    if not R:
-        return token_ids, logprobs
-    num_tiles = triton.cdiv(V, TILE)
+    if len(logits):
+        found = row_statistics(logits, raw_or_logits, temperature, top_k, top_p, min_p)
+        draw_rows(logits, raw_or_logits, (temperature, seed, path, position), found, (token_ids, logprobs), purpose)
+    return token_ids, logprobs
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What is known of rows of logits once each was read: of their tiles ``[R, tiles]``, and where filters cut ``[R]``."""
+
+    peaks: Tensor
+    peak_ids: Tensor
+    masses: Tensor
+    """Relative to the tile's peak; where a row is cut, what the filters keep, relative to the row's peak."""
+    raw_peaks: Tensor
+    raw_masses: Tensor
+    cuts: Tensor
+    cut_ids: Tensor
+    filtered: bool
+    """Whether there are cuts at all."""
+
+
+def row_statistics(
+    logits: Tensor, raw: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> RowStatistics:
+    """Of one row at least, with the parameters of :func:`sample`; ``raw`` may be the logits themselves."""
+    (R, V), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
     peaks, raw_peaks, raw_masses = logits.new_empty(3, R, num_tiles, dtype=torch.float32)
     peak_ids = torch.empty_like(peaks, dtype=torch.int32)
     masses = torch.empty_like(peaks, dtype=torch.int64)
-    cuts, cut_ids = torch.empty_like(temperature), torch.empty_like(seed, dtype=torch.int32)
-    strides = (logits.stride(0), raw_or_logits.stride(0), V)
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    cuts, cut_ids = torch.empty_like(temperature), torch.empty_like(temperature, dtype=torch.int32)
     with device_of(logits):
         tile_statistics_kernel[(R, num_tiles)](
-            logits, raw_or_logits, temperature, peaks, peak_ids, masses, raw_peaks, raw_masses, *strides,
-            ADJUSTED=raw is not None, TILE=TILE, **options,
+            logits, raw, temperature, peaks, peak_ids, masses, raw_peaks, raw_masses, logits.stride(0), raw.stride(0), V,
+            ADJUSTED=raw is not logits, TILE=TILE, **OPTIONS,
         )  # fmt: skip
         if top_k is not None:
-            _cut(logits, (temperature, top_k, top_p, min_p), peaks, (cuts, cut_ids, masses), options)
+            _cut(logits, (temperature, top_k, top_p, min_p), peaks, (cuts, cut_ids, masses))
+    return RowStatistics(peaks, peak_ids, masses, raw_peaks, raw_masses, cuts, cut_ids, filtered=top_k is not None)
+
+
+def draw_rows(
+    logits: Tensor,
+    raw: Tensor,
+    parameters: tuple[Tensor, Tensor, Tensor, Tensor],
+    found: RowStatistics,
+    results: tuple[Tensor, Tensor],
+    purpose: int,
+) -> None:
+    """Write each row's token and its log-probability; ``parameters`` are temperature, seed, path and position."""
+    (R, V), num_tiles = logits.shape, found.peaks.shape[1]
+    statistics = (found.peaks, found.peak_ids, found.masses, found.raw_peaks, found.raw_masses)
+    with device_of(logits):
         draw_kernel[(R,)](
-            logits, raw_or_logits, temperature, seed, path, position, cuts, cut_ids, peaks, peak_ids, masses,
-            raw_peaks, raw_masses, token_ids, logprobs, *strides, num_tiles, purpose,
-            FILTERED=top_k is not None, TILES=power_of_two(num_tiles), TILE=TILE, **options,
+            logits, raw, *parameters, found.cuts, found.cut_ids, *statistics, *results, logits.stride(0), raw.stride(0), V,
+            num_tiles, purpose, FILTERED=found.filtered, TILES=power_of_two(num_tiles), TILE=TILE, **OPTIONS,
         )  # fmt: skip
-    return token_ids, logprobs
 
 
 def _cut(
@@ -230,7 +265,6 @@ def _cut(
     parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     peaks: Tensor,
     results: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
 ) -> None:
     """Find the cuts of all rows: temperature, top_k, top_p and min_p in, the cuts, their ids and the masses kept out."""
     (R, V), num_tiles = logits.shape, peaks.shape[1]
@@ -239,7 +273,7 @@ def _cut(
     amounts = torch.empty(R, num_parts, PIVOTS, dtype=torch.int64, device=logits.device)
     shorts = torch.empty(R, V, dtype=torch.float32, device=logits.device)
     short_ids = torch.empty(R, V, dtype=torch.int32, device=logits.device)
-    tiles, parts = {"TILES": power_of_two(num_tiles), "PIVOTS": PIVOTS} | options, {"PARTS": power_of_two(num_parts)}
+    tiles, parts = {"TILES": power_of_two(num_tiles), "PIVOTS": PIVOTS} | OPTIONS, {"PARTS": power_of_two(num_parts)}
     survey_kernel[(R, num_parts)](
         logits, *parameters, peaks, counts, amounts, logits.stride(0), V, num_tiles, PART=PART, **tiles
     )  # fmt: skip

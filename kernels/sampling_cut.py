@@ -64,7 +64,7 @@ def _is_cut(peak: tl.tensor, heat: tl.tensor, k: tl.tensor, p: tl.tensor, floor:
 
 
 @triton.jit
-def _row_peak(peaks: tl.tensor, row: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr) -> tl.tensor:
+def row_peak(peaks: tl.tensor, row: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr) -> tl.tensor:
     """The largest logit of a row, from those of its tiles."""
     tiles = tl.arange(0, TILES)
     return largest(tl.load(peaks + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf")))
@@ -96,7 +96,7 @@ def survey_kernel(
 ) -> None:
     """Part ``program_id(1)`` of row ``program_id(0)``: its tokens at or above each pivot, and their mass."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    peak = _row_peak(peaks, row, num_tiles, TILES)
+    peak = row_peak(peaks, row, num_tiles, TILES)
     heat, k, p, floor = _numbers_of(row, temperature, top_k, top_p, min_p)
     if _is_cut(peak, heat, k, p, floor, V):
         s = _load_scaled(logits + row * logits_stride, part * PART + tl.arange(0, PART), V, peak, heat)  # [PART]
@@ -152,7 +152,7 @@ def shorten_kernel(
 ) -> None:
     """Write the scaled logits of part ``program_id(1)`` at or above the bound, and their ids, behind earlier parts'."""
     row, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    peak = _row_peak(peaks, row, num_tiles, TILES)
+    peak = row_peak(peaks, row, num_tiles, TILES)
     heat, k, p, floor = _numbers_of(row, temperature, top_k, top_p, min_p)
     if _is_cut(peak, heat, k, p, floor, V):
         of_parts = _surveyed(counts, row, num_parts, PARTS, PIVOTS)  # [PARTS, PIVOTS]
@@ -246,7 +246,7 @@ def cut_kernel(
 ) -> None:
     """The cut of row ``program_id(0)``, and masses of what it keeps, relative to the row's peak; (−inf, V) for no cut."""
     row = tl.program_id(0).to(tl.int64)
-    peak = _row_peak(peaks, row, num_tiles, TILES)
+    peak = row_peak(peaks, row, num_tiles, TILES)
     heat, k, p, floor = _numbers_of(row, temperature, top_k, top_p, min_p)
     cut, cut_id = heat * 0.0 + float("-inf"), V
     if _is_cut(peak, heat, k, p, floor, V):

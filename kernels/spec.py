@@ -42,6 +42,7 @@ HOMES: dict[str, str] = {
     "scatter_blocks": "kv_blocks",
     "penalise": "penalties",
     "sample": "sampling_spec",
+    "verify": "rejection_spec",
     "paged_attention": "attention_specs",
     "flash_attention": "attention_specs",
 }

@@ -4,9 +4,12 @@ A decode of a small model takes a GPU less time than Python takes to start its k
 of kernels with the addresses that they read and write, so what changes from step to step has to lie at a fixed place.
 Here that is little, since a running sequence's tokens and block table already live by slot on the device::
 
-    host      slots and contexts of the rows ──────► rows [2, R]          the only transfer of a decode
+    host      slots, contexts and counts of the rows ─► rows [3, R]       the only transfer of a decode
     graph     token_ids[slot, context − 1] ─► model over the paged cache ─► hidden [R, H]
-                    └ positions, slots in the cache, block tables, lengths: worked out from the two, inside
+                    └ positions, slots in the cache, block tables, lengths: worked out from the three, inside
+
+With drafts a row has more tokens than one, up to K + 1 of a check, and a graph is recorded for that number too. A row that
+has fewer is padded: it computes tokens that nobody wrote, and writes none of them.
 
 Graphs are recorded for a few numbers of rows (:func:`graph_sizes`), and a step takes the next larger one. Rows that nobody
 needs have a context of 0: their key and value are not written, their attention reads no block, their hidden state is not
@@ -22,7 +25,7 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -38,6 +41,10 @@ from refimpl.models.llama import LlamaForCausalLM
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 """Numbers of rows that graphs are recorded for. Over evenly spread batches under 4% of the rows are padding."""
+
+
+CHECK_SIZES = [1, 2, 4, 8, 16, 32, 64]
+"""Numbers of rows for graphs of several tokens a row: with more rows drafts seldom pay."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -67,35 +74,45 @@ class DecodeStep:
     ) -> None:
         self._model, self._kv_cache, self._input_batch, self._backend = model, kv_cache, input_batch, backend
         device = self.device = input_batch.device
-        self._rows = torch.zeros(2, most_rows, dtype=torch.int64, device=device)  # slots; contexts
-        self._staged = np.zeros((2, most_rows), dtype=np.int64)
+        self.longest = input_batch.token_ids.shape[1]
+        """Tokens of the longest context that a slot holds."""
+        self._rows = torch.zeros(3, most_rows, dtype=torch.int64, device=device)  # slots; contexts; counts
+        self._staged = np.zeros((3, most_rows), dtype=np.int64)
+        self._most_tokens = torch.arange(16, device=device)
         self._cu_seqlens_q = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
 
-    def write(self, slots: np.ndarray, contexts: np.ndarray) -> None:
-        """Say which sequences are decoded, and their lengths with the token that is computed. Other rows are empty."""
+    def write(self, slots: np.ndarray, contexts: np.ndarray, counts: np.ndarray | int = 1) -> None:
+        """Say which sequences are decoded, their lengths with the tokens that are computed, and how many these are.
+
+        Lengths are the host's, what is unsettled included. Other rows are empty.
+        """
         count = len(slots)
         self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
+        self._staged[2, :count] = counts
         self._rows.copy_(to_device(torch.from_numpy(self._staged), self.device))
 
-    def forward(self, size: int) -> Float[Tensor, "size H"]:
-        """Hidden states of the last tokens of the first ``size`` rows; those of empty rows mean nothing."""
+    def forward(self, size: int, num_tokens: int = 1) -> Float[Tensor, "T H"]:
+        """Hidden states of ``num_tokens`` tokens of each of the first ``size`` rows; those beyond its own mean nothing."""
         batch, B = self._input_batch, self._input_batch.block_size
-        slots, contexts = self._rows[0, :size], self._rows[1, :size]
-        positions = (contexts - 1).clamp(min=0)
+        slots, contexts, counts = self._rows[:, :size]
+        used, place = (contexts > 0).unsqueeze(1), self._most_tokens[:num_tokens]
+        before = batch.unsettled.lowered(contexts - counts, slots)
+        positions = (before.unsqueeze(1) + place).clamp(min=0)  # [size, num_tokens]
         block_table = batch.block_table[slots]
-        block_ids = block_table.gather(1, (positions // B).unsqueeze(1)).squeeze(1).long()
+        block_ids = block_table.gather(1, (positions // B).clamp(max=block_table.shape[1] - 1)).long()
+        written = used & (place < counts.unsqueeze(1))
         attention = AttentionMetadata(
-            query_lens=[1] * size,
-            context_lens=[batch.token_ids.shape[1]] * size,  # the longest that may come
+            query_lens=[num_tokens] * size,
+            context_lens=[self.longest] * size,  # the longest that may come
             block_size=B,
             block_table=block_table,
-            slot_mapping=torch.where(contexts > 0, block_ids * B + positions % B, -1),
-            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
-            seqused_k=contexts.int(),
+            slot_mapping=torch.where(written, block_ids * B + positions % B, -1).flatten(),
+            cu_seqlens_q=self._cu_seqlens_q[: size + 1] * num_tokens,
+            seqused_k=torch.where(contexts > 0, before + num_tokens, 0).int(),
         )
-        hidden: Tensor = self._model(
-            batch.token_ids[slots, positions], positions, self._kv_cache.layers, self._backend.begin_step(attention)
-        )
+        input_ids = batch.token_ids[slots.unsqueeze(1), positions.clamp(max=self.longest - 1)]
+        step = self._backend.begin_step(attention)
+        hidden: Tensor = self._model(input_ids.flatten(), positions.flatten(), self._kv_cache.layers, step)
         return hidden
 
 
@@ -122,28 +139,54 @@ def _no_collection() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """Recordings of one decode step for each of ``sizes``, which rise."""
+    """Recordings of one decode step for each of ``sizes``, which rise; and of ``check_sizes`` for each of ``num_tokens``."""
 
-    def __init__(self, step: DecodeStep, sizes: list[int]) -> None:
+    def __init__(
+        self, step: DecodeStep, sizes: list[int], num_tokens: Sequence[int] = (), check_sizes: Sequence[int] = ()
+    ) -> None:
         self._process = os.getpid()
         self._step = step
         self.sizes = sizes
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.num_tokens, self.check_sizes = sorted(num_tokens), sorted(check_sizes)
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         gc.collect()  # an engine that is collected during a recording would ask the GPU to wait, which ends the recording
         for size in reversed(sizes):
             self.record(size)
+        for size in reversed(self.check_sizes):
+            for several in reversed(self.num_tokens):
+                self.record(size, several)
 
     def serves(self, inputs: StepInputs) -> bool:
         """Whether a step is one of decodes alone (or of last tokens of prompts), and not too large."""
         return inputs.one_token_each and len(inputs.row_slots) <= self.sizes[-1]
 
+    def serves_several(self, befores: np.ndarray, num_tokens: int) -> bool:
+        """Whether there is one for so many tokens of each row; ``befores`` are the rows' tokens before them."""
+        if not self.check_sizes or len(befores) > self.check_sizes[-1] or num_tokens > self.num_tokens[-1]:
+            return False
+        return int(befores.max()) + self._recorded_tokens(num_tokens) <= self._step.longest
+
+    def _recorded_tokens(self, num_tokens: int) -> int:
+        return self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
+
     def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
         """Hidden states of the rows' last tokens. The next replay, of any size, may overwrite them."""
         self._step.write(slots, contexts)
-        graph, hidden = self._graphs[self.sizes[bisect.bisect_left(self.sizes, len(slots))]]
+        return self._replay(self.sizes[bisect.bisect_left(self.sizes, len(slots))], 1)[: len(slots)]
+
+    def replay_several(self, slots: np.ndarray, contexts: np.ndarray, counts: np.ndarray) -> Float[Tensor, "S several H"]:
+        """The same of ``counts`` tokens of each row, and of more, which mean nothing."""
+        self._step.write(slots, contexts, counts)
+        size = self.check_sizes[bisect.bisect_left(self.check_sizes, len(slots))]
+        hidden = self._replay(size, self._recorded_tokens(int(counts.max())))
+        several: Tensor = hidden.unflatten(0, (size, -1))
+        return several[: len(slots)]
+
+    def _replay(self, size: int, num_tokens: int) -> Float[Tensor, "T H"]:
+        graph, hidden = self._graphs[size, num_tokens]
         graph.replay()
-        return hidden[: len(slots)]
+        return hidden
 
     def release(self) -> None:
         """Give the memory back that lies between the kernels."""
@@ -151,23 +194,23 @@ class DecodeGraphs:
             graph.reset()
         self._graphs = {}
 
-    def record(self, size: int) -> None:
-        """Record the step for so many rows."""
+    def record(self, size: int, num_tokens: int = 1) -> None:
+        """Record the step for so many rows, of so many tokens each."""
         with _recording, _no_collection():
-            self._record(size)
+            self._record(size, num_tokens)
 
-    def _record(self, size: int) -> None:
+    def _record(self, size: int, num_tokens: int) -> None:
         # Before it is recorded a kernel must be compiled and a library's workspace taken, which a recording cannot hold.
         current, beside = torch.cuda.current_stream(self._step.device), _stream_beside(self._step.device)
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
-            self._step.forward(size)
+            self._step.forward(size, num_tokens)
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # What other threads ask of the GPU meanwhile, as another engine does, is no part of this, and no mistake.
         with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"):
-            hidden = self._step.forward(size)
-        self._graphs[size] = graph, hidden
+            hidden = self._step.forward(size, num_tokens)
+        self._graphs[size, num_tokens] = graph, hidden
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         """In a child that was forked off, the graphs are its parent's: ending them there would be a warning each."""

@@ -66,6 +66,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_model_len: int
     gpu_memory_utilization: float
+    laws_a_row: int = 1
+    """Rows of logits of each sequence: one, and one for each draft."""
     graphs: bool = False
     measured: bool = True
     """Whether a step was run to see what it needs; it is not where options fix the cache's size."""
@@ -83,7 +85,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sampler_bytes(self) -> int:
         """Logits of a full batch and what is made of them: reckoned, not measured."""
-        return LOGITS_COPIES * 4 * self.max_num_seqs * self.vocab_size
+        return LOGITS_COPIES * 4 * self.max_num_seqs * self.laws_a_row * self.vocab_size
 
     @property
     def batch_bytes(self) -> int:
@@ -149,7 +151,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
             MemoryPart("weights", self.weights, ""),
             MemoryPart("kernels and libraries", self.libraries, "" if self.measured else "not measured"),
             MemoryPart("activations, peak", self.activation_bytes, self._activations_note()),
-            MemoryPart("sampler, at most", self.sampler_bytes, f"{self.max_num_seqs:,} rows of {self.vocab_size:,} logits"),
+            MemoryPart(
+                "sampler, at most",
+                self.sampler_bytes,
+                f"{self.max_num_seqs * self.laws_a_row:,} rows of {self.vocab_size:,} logits",
+            ),
             MemoryPart("batch by slot", self.with_(max_model_len=longest).batch_bytes, slots),
             MemoryPart("CUDA graphs", self.graph_bytes, f"{self.num_graphs}" if self.num_graphs else "none"),
             MemoryPart("swapped blocks", self.staging, "on their way" if self.staging else "no swap_space"),

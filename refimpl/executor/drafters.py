@@ -11,6 +11,7 @@ from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import EngineArgs
 from refimpl.errors import ConfigError
+from refimpl.executor.cuda_graphs import CHECK_SIZES, DecodeGraphs, DecodeStep
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.round_costs import measure_rounds
 from refimpl.executor.speculation import Speculation
@@ -89,6 +90,7 @@ def make_speculation(
     """
     proposer = _proposer(config, args, target, draft, runner)
     coupled = config.sampler == "coupled"
+    runner.input_batch.unsettled.expect()
     return Speculation(proposer, runner.input_batch, coupled, config.synthetic_acceptance)
 
 
@@ -116,6 +118,16 @@ def _proposer(
     setting = Setting(draft.config.head_dim, batch.device, dtype, cache.block_size)
     backend = choose_backend(args.attention_backend, setting)
     return DraftModelProposer(draft, kv_cache, backend, max_num_seqs, budget)
+
+
+def record_drafter(runner: ModelRunner, sizes: list[int]) -> None:
+    """Record CUDA graphs of a draft model's steps: one token a row, and the two that a round leaves it behind."""
+    assert runner.speculation is not None
+    proposer, batch = runner.speculation.proposer, runner.input_batch
+    if isinstance(proposer, DraftModelProposer) and getattr(proposer.backend, "decodes_on_device", False):
+        check_sizes = [size for size in CHECK_SIZES if size <= sizes[-1]]
+        step = DecodeStep(proposer.model, proposer.kv_cache, batch, proposer.backend, sizes[-1])
+        proposer.graphs = DecodeGraphs(step, check_sizes, [2], check_sizes)
 
 
 def make_drafting(config: SpeculativeConfig, args: EngineArgs, runner: ModelRunner) -> Drafting:

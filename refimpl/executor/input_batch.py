@@ -47,6 +47,10 @@ class StepInputs:
     """How far each row's sequence is computed after the step, drafts included."""
     exact: bool
     """Whether ``contexts`` are; else they are bounds, which the device lowers."""
+    bounds: np.ndarray
+    """The bounds, in any case."""
+    counts: np.ndarray
+    """New tokens of each row."""
     one_token_each: bool
     drawing: list[int]
     """Rows of the batch that have caught up with their last token, and draw the next."""
@@ -187,6 +191,7 @@ class InputBatch:
         self.num_computed_tokens[rows.slots] = contexts
         drawing = self._draw(rows, contexts - rows.num_drafts == self.num_tokens[rows.slots])
         num_tokens = self.num_tokens[drawing.slots] + drawing.place
+        bounds = contexts
         exact = self._reads_lengths or self.sampling.asks(drawing.slots)
         if exact:
             contexts = contexts - self.unsettled.on_host(rows.slots)
@@ -198,6 +203,8 @@ class InputBatch:
             row_slots=rows.slots,
             contexts=contexts,
             exact=exact,
+            bounds=bounds,
+            counts=rows.counts,
             one_token_each=rows.one_token_each,
             drawing=drawing.rows,
             last_tokens=drawing.last_tokens,

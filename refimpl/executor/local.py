@@ -20,7 +20,7 @@ from refimpl.executor import gpu_memory, memory, memory_advice, serving
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
-from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation
+from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation, record_drafter
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.pending import PendingOutput
@@ -34,6 +34,7 @@ from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
 from refimpl.scheduler.drafting import Drafting
 from refimpl.scheduler.preemption import PreemptionCosts
+from refimpl.speculative.lengths import ladder
 from refimpl.speculative_config import SpeculativeConfig
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,10 @@ class LocalExecutor:
             self.preemption_costs = measure(self.runner, config, most, self.num_host_blocks)
         self._stage = "recording CUDA graphs"
         if self.graph_sizes:
-            self.runner.capture(self.graph_sizes)
+            checks = [] if speculative is None else ladder(speculative.num_speculative_tokens, speculative.adaptive)
+            self.runner.capture(self.graph_sizes, checks)
+            if speculative is not None:
+                record_drafter(self.runner, self.graph_sizes)
         if speculative is not None:
             self._stage = "timing a round of drafts"
             self.drafting = make_drafting(speculative, args, self.runner)
@@ -237,6 +241,8 @@ class LocalExecutor:
             available = memory.cpu_cache_bytes(cache, free_host_memory())
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
         self.memory = gpu_memory.with_weights(self.memory, self.device).with_(block_bytes=self.block_bytes)
+        if args.speculative_config is not None:
+            self.memory = self.memory.with_(laws_a_row=1 + args.speculative_config.num_speculative_tokens)
         if self.num_host_blocks:
             self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         if not self.memory.measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionBackend
 from refimpl.cache.kv_cache import KVCache
-from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep
+from refimpl.executor.cuda_graphs import CHECK_SIZES, DecodeGraphs, DecodeStep
 from refimpl.executor.drafted_rows import DraftedRows
 from refimpl.executor.input_batch import InputBatch, StepInputs
 from refimpl.executor.pending import PendingOutput
@@ -46,9 +47,11 @@ class ModelRunner:
         """Who drafts tokens for steps with drafts, and checks them."""
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int]) -> None:
-        """Record CUDA graphs for decode steps of up to so many sequences each."""
-        self.graphs = DecodeGraphs(self.decode_step(sizes[-1]), sizes)
+    def capture(self, sizes: list[int], checks: Sequence[int] = ()) -> None:
+        """Record CUDA graphs for decode steps of up to so many sequences each, and for ``checks`` of so many drafts."""
+        check_sizes = [size for size in CHECK_SIZES if size <= sizes[-1]] if checks else []
+        step = self.decode_step(sizes[-1])
+        self.graphs = DecodeGraphs(step, sizes, [drafts + 1 for drafts in checks], check_sizes)
 
     def decode_step(self, most_rows: int) -> DecodeStep:
         """A decode of up to so many sequences, to be recorded."""
@@ -97,9 +100,7 @@ class ModelRunner:
                 return self._launch(inputs, proposed.failure)
             drafted = inputs.drafted
         inputs = self.input_batch.with_drafts(inputs)
-        hidden = self._hidden(inputs)
-        extras = self._read(hidden, inputs)
-        states = self._states(hidden, inputs)
+        states, extras = self._checked_states(inputs, drafted)
         logits = self.model.compute_logits(states)
         verdict, failures = speculation.check(logits, inputs, drafted, proposed.drafts, self.sampler)
         self.input_batch.commit_checked(inputs, drafted, verdict)
@@ -107,6 +108,15 @@ class ModelRunner:
         speculation.proposer.observe(drafted.slots_on_host, drafted.slots, states[ends])
         self._tell_of_checks(logits, inputs, drafted, verdict, failures, extras)
         return PendingChecks(len(inputs.row_slots), drafted, proposed.drafts, verdict, extras, proposed.failure)
+
+    def _checked_states(self, inputs: StepInputs, drafted: DraftedRows) -> tuple[Float[Tensor, "R H"], dict[int, RowExtras]]:
+        """The hidden states behind each draft, by a recorded graph where all rows are decodes; and what else is read."""
+        graphs, alone = self.graphs, len(drafted.batch_rows) == len(inputs.row_slots) and inputs.counts.min() > 0
+        if graphs is not None and alone and graphs.serves_several(inputs.bounds - inputs.counts, int(inputs.counts.max())):
+            hidden = graphs.replay_several(inputs.row_slots, inputs.bounds, inputs.counts)
+            return hidden[drafted.row, drafted.place], {}
+        hidden = self._hidden(inputs)
+        return self._states(hidden, inputs), self._read(hidden, inputs)
 
     def _read(self, hidden: Float[Tensor, "T H"], inputs: StepInputs) -> dict[int, RowExtras]:
         """What is read at positions that draw nothing."""
@@ -124,7 +134,7 @@ class ModelRunner:
     def _hidden(self, inputs: StepInputs) -> Float[Tensor, "T H"]:
         """The model's hidden states: a step of decodes alone by a recorded graph, where there is one."""
         if self.graphs is not None and self.graphs.serves(inputs):
-            return self.graphs.replay(inputs.row_slots, inputs.contexts)
+            return self.graphs.replay(inputs.row_slots, inputs.bounds)
         tokens = self.input_batch.model_inputs(inputs)
         attention = self.backend.begin_step(tokens.attention)
         hidden: Tensor = self.model(tokens.input_ids, tokens.positions, self.kv_cache.layers, attention)

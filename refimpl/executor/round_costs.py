@@ -10,7 +10,7 @@ import torch
 
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
-from refimpl.speculative.lengths import LADDER, RoundCosts
+from refimpl.speculative.lengths import RoundCosts, ladder
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def measure_rounds(runner: ModelRunner, most: int, limits: tuple[int, int]) -> R
         limits: the most sequences and the most tokens of a step.
 
     """
-    ladder = sorted({number for number in LADDER if 0 < number < most} | {most})
+    numbers = ladder(most)
     step: dict[int, float] = {}
     check: dict[int, dict[int, float]] = {}
     draft: dict[int, dict[int, float]] = {}
@@ -39,14 +39,14 @@ def measure_rounds(runner: ModelRunner, most: int, limits: tuple[int, int]) -> R
         if size * max(CONTEXT, 1 + most) > limits[1] or not timer.fits:
             break
         step[size] = timer.time(0)[0]
-        rounds = {number: timer.time(number) for number in ladder}
+        rounds = {number: timer.time(number) for number in numbers}
         draft[size] = {number: drafting for number, (_, drafting) in rounds.items()}
         check[size] = {number: max(step[size], whole - drafting) for number, (whole, drafting) in rounds.items()}
     if not step:  # too small a cache to try anything
-        step, check, draft = {1: 1.0}, {1: dict.fromkeys(ladder, 1.0)}, {1: dict.fromkeys(ladder, 0.0)}
+        step, check, draft = {1: 1.0}, {1: dict.fromkeys(numbers, 1.0)}, {1: dict.fromkeys(numbers, 0.0)}
     costs = RoundCosts(step, check, draft)
     told = ", ".join(
-        f"{size}: {', '.join(f'{costs.round_over_step(size, n):.2f} for {n}' for n in ladder)}" for size in step
+        f"{size}: {', '.join(f'{costs.round_over_step(size, n):.2f} for {n}' for n in numbers)}" for size in step
     )
     log.info("speculation: a round costs, in steps without drafts, by batch size and number of drafts: %s", told)
     return costs

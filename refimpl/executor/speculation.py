@@ -17,17 +17,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from refimpl.executor.drafted_rows import DraftedRows
 from refimpl.executor.input_batch import InputBatch, StepInputs
-from refimpl.kernels.philox import Purpose, uniform
+from refimpl.kernels.philox import Purpose
 from refimpl.kernels.transfer import to_device
-from refimpl.outputs import NOTHING_LEFT
+from refimpl.outputs import NO_TOKEN, NOTHING_LEFT
 from refimpl.sampling.probabilities import probabilities
 from refimpl.sampling.ranking import argmax
-from refimpl.sampling.sampler import Sampler, SamplingRows, draw
+from refimpl.sampling.sampler import Sampler, SamplingRows
+from refimpl.speculative.check import check_drafts, draw_drafts
 from refimpl.speculative.proposer import DraftRows, Drafts, DrawDraft, Proposer
 from refimpl.speculative.rejection_sampler import Verdict, round_uniforms, verify, verify_coupled
 
@@ -83,6 +85,7 @@ class Speculation:
             slots=slots,
             planned=drafted.planned,
             lengths=lengths,
+            bounds=inputs.bounds[drafted.batch_rows] - drafted.planned,
             positions=positions,
             token_ids=self._batch.token_ids,
             block_table=self._batch.block_table,
@@ -149,23 +152,27 @@ class Speculation:
         sampler: Sampler,
     ) -> tuple[Verdict, dict[int, str]]:
         """The verdict about a step's drafts, and the failures of logits hooks, by law."""
-        K = drafted.most
         laws, rows = drafted.spread_to, inputs.sampling
-        if self._synthetic is None and (self._coupled or drafts.probs is None):
+        numbers = (rows.seed[laws[:, 0]], rows.path[laws[:, 0]], rows.position[laws[:, 0]])
+        if not self._coupled and drafts.laws is not None:
+            verdict, failures = check_drafts(logits, rows, laws, drafts.token_ids, drafts.laws, drafts.num)
+        elif not self._coupled and drafts.probs is not None:
+            p, failures = probabilities(logits, rows)
+            p[list(failures)] = 0
+            uniforms = round_uniforms(*numbers, drafted.most)
+            verdict = verify(p[laws], drafts.token_ids, drafts.probs, drafts.num, uniforms.accept, uniforms.draw)
+        else:
             # One-hot drafts are accepted with p(draft), and else redrawn from the others: so is a token drawn from p, which
             # is the draft with that probability. The comparison is the rejection sampler's own law.
             sampled = sampler.sample(logits, rows)
-            failed = list(sampled.failures)
-            token_ids = sampled.token_ids
-            token_ids[failed] = NOTHING_LEFT
-            return verify_coupled(token_ids[laws], drafts.token_ids, drafts.num), sampled.failures
-        first = laws[:, 0]
-        uniforms = round_uniforms(rows.seed[first], rows.path[first], rows.position[first], K)
-        p, failures = probabilities(logits, rows)
+            token_ids, failures = sampled.token_ids, sampled.failures
+            if failures:
+                token_ids[list(failures)] = NOTHING_LEFT
+            verdict = verify_coupled(token_ids[laws], drafts.token_ids, drafts.num)
         if self._synthetic is not None:
-            return _synthetic(p[laws], drafts, uniforms.accept < self._synthetic, uniforms.draw), failures
-        p[list(failures)] = 0
-        return verify(p[laws], drafts.token_ids, drafts.probs, drafts.num, uniforms.accept, uniforms.draw), failures
+            accepted = round_uniforms(*numbers, drafted.most).accept < self._synthetic
+            verdict = _replaced(verdict, drafts, accepted)
+        return verdict, failures
 
 
 def _draw(
@@ -173,17 +180,20 @@ def _draw(
 ) -> tuple[Int64[Tensor, "S"], Float[Tensor, "S V"] | None]:
     if greedy and rows.adjustments is None:
         return argmax(logits), None
-    law, _ = probabilities(logits, rows)
-    law = law.nan_to_num_(nan=0.0)  # a draft model that computes nonsense proposes nothing
-    return draw(law, uniform(rows.seed, rows.path, rows.position, purpose)), None if greedy else law
+    token_ids, law = draw_drafts(logits, rows, purpose)
+    return token_ids, None if greedy else law
 
 
-def _synthetic(p: Float[Tensor, "S K1 V"], drafts: Drafts, accepted: Tensor, draws: Float[Tensor, "S K1"]) -> Verdict:
-    """The verdict replaced: each draft is accepted by a number alone. All the work of a real check is done beside it."""
+def _replaced(verdict: Verdict, drafts: Drafts, accepted: Bool[Tensor, "S K"]) -> Verdict:
+    """The verdict replaced, after all the work of a real one: each draft is accepted by a number alone.
+
+    The token behind them is the real one where the two rounds end at the same place, else one that was drafted, or token 0.
+    """
     K = drafts.token_ids.shape[1]
-    real = verify(p, drafts.token_ids, drafts.probs, drafts.num, torch.zeros_like(draws[:, :K]), draws)
-    exist = torch.arange(K, device=draws.device) < drafts.num.unsqueeze(-1)
+    exist = torch.arange(K, device=accepted.device) < drafts.num.unsqueeze(-1)
     num_accepted = (accepted & exist).long().cumprod(-1).sum(-1)
-    drawn = draw(p[torch.arange(len(p), device=p.device), num_accepted], draws.gather(-1, num_accepted.unsqueeze(-1))[:, 0])
-    token_ids = torch.cat((drafts.token_ids.clamp(min=0), real.token_ids[:, -1:]), -1)
-    return Verdict(token_ids.scatter(-1, num_accepted.unsqueeze(-1), drawn.unsqueeze(-1)), num_accepted)
+    drafted = F.pad(drafts.token_ids.clamp(min=0), (0, 1), value=0)
+    end = num_accepted.unsqueeze(-1)
+    last = torch.where(end == verdict.num_accepted.unsqueeze(-1), verdict.token_ids.gather(-1, end), drafted.gather(-1, end))
+    token_ids = drafted.masked_fill(torch.arange(K + 1, device=end.device) > end, NO_TOKEN)
+    return Verdict(token_ids.scatter(-1, end, last), num_accepted)

@@ -31,6 +31,10 @@ class Unsettled:
         self._ever = False
         """Whether any draft was ever checked: without speculation nothing is computed here."""
 
+    def expect(self) -> None:
+        """Tokens may be drafted: what is recorded from here on must look."""
+        self._ever = True
+
     def settle(self, refusals: Sequence[Refusal]) -> None:
         """The host has learned of these checks, and counts their refused tokens no more."""
         if refusals:

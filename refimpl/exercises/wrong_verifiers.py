@@ -72,6 +72,14 @@ def _one_row_late(p: Tensor, ids: Tensor, q: Tensor | None, accept: Tensor, draw
     return RIGHT.verify(p.roll(1, dims=1), ids, _given(q), accept, drawn)
 
 
+def _drawn_first(p: Tensor, ids: Tensor, q: Tensor | None, accept: Tensor, drawn: Tensor) -> Tensor:
+    """The drawn token is written down before the accepted ones."""
+    token_ids = RIGHT.verify(p, ids, _given(q), accept, drawn)
+    last = (token_ids != NO_TOKEN).sum(-1, keepdim=True) - 1
+    index = torch.arange(token_ids.shape[1]).expand_as(token_ids)
+    return token_ids.gather(-1, torch.where(index > last, index, (index - 1) % (last + 1)))
+
+
 def _in_place(p: Tensor, ids: Tensor, q: Tensor | None, accept: Tensor, drawn: Tensor) -> Tensor:
     """The residual is made in p's own memory, and then p is compared with q."""
     p[:, :-1].sub_(_given(q)).clamp_(min=0)
@@ -112,6 +120,7 @@ WRONG: dict[str, tuple[VerifyFunction, DraftFunction]] = {
     "argmax draft with softmax q": (_with()[0], _argmax_draft),
     "different temperatures": (_with()[0], _other_temperature),
     "off-by-one logits": (_one_row_late, drawn_draft),
+    "redrawn token first": (_drawn_first, drawn_draft),
     "in-place normalisation": (_in_place, drawn_draft),
 }
 """A check and a draft by name; all but one piece of each is right."""

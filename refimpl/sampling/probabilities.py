@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from refimpl.kernels.reference import at_least_float32
@@ -31,15 +31,21 @@ def probabilities(logits: Float[Tensor, "R V"], rows: SamplingRows) -> tuple[Flo
     """
     raw = at_least_float32(logits)
     logits, failures = (raw, {}) if rows.adjustments is None else adjust(raw, rows.adjustments)
-    probs = torch.zeros_like(logits).scatter_(-1, argmax(logits).unsqueeze(-1), 1)
+    all_random = len(rows.whole) + len(rows.ranked) == len(logits)
+    probs = torch.empty_like(logits) if all_random else _one_hot(argmax(logits), logits)
     if rows.whole:
         chosen = select(rows.whole, logits)
         probs[chosen] = tempered(logits[chosen], rows, chosen).softmax(-1)
     if rows.ranked:
         chosen = select(rows.ranked, logits)
         probs[chosen] = _filtered(tempered(logits[chosen], rows, chosen), rows, chosen)
-    probs.masked_fill_(~usable(logits).unsqueeze(-1), 0)
+    if logits is not raw:
+        probs.masked_fill_(~usable(logits).unsqueeze(-1), 0)
     return probs.masked_fill_(~usable(raw).unsqueeze(-1), math.nan), failures
+
+
+def _one_hot(ids: Int64[Tensor, "R"], like: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+    return torch.zeros_like(like).scatter_(-1, ids.unsqueeze(-1), 1)
 
 
 def _filtered(logits: Float[Tensor, "R V"], rows: SamplingRows, chosen: Chosen) -> Float[Tensor, "R V"]:

@@ -14,6 +14,8 @@ up to the whole sequence, and caught up with before the next draft, as the budge
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
@@ -26,6 +28,21 @@ from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import SchedulerOutput
 from refimpl.speculative.head_proposer import stacked
 from refimpl.speculative.proposer import DraftRows, Drafts, Proposer
+
+
+class RecordedSteps(Protocol):
+    """CUDA graphs of the draft model (``executor.cuda_graphs.DecodeGraphs``)."""
+
+    sizes: list[int]
+
+    def serves_several(self, befores: np.ndarray, num_tokens: int) -> bool:
+        """Whether there is one for so many tokens of each row."""
+
+    def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
+        """Hidden states of the rows' last tokens."""
+
+    def replay_several(self, slots: np.ndarray, contexts: np.ndarray, counts: np.ndarray) -> Float[Tensor, "S n H"]:
+        """Hidden states of several tokens of each row."""
 
 
 class DraftModelProposer(Proposer):
@@ -50,7 +67,9 @@ class DraftModelProposer(Proposer):
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
-        self.model, self.kv_cache, self._backend = model, kv_cache, backend
+        self.model, self.kv_cache, self.backend = model, kv_cache, backend
+        self.graphs: RecordedSteps | None = None
+        """Recorded passes of one and of two tokens a row; on a GPU, once they are there."""
         self.max_len = model.config.context_limit()
         self._budget = max_num_batched_tokens
         self.lag = np.zeros(max_num_seqs, dtype=np.int64)
@@ -80,9 +99,9 @@ class DraftModelProposer(Proposer):
             if place:
                 going_on = np.flatnonzero(num > place)
                 hidden = self._forward(rows, going_on, np.ones_like(counts), np.full_like(counts, -place))
-            token_ids, probs = rows.draw(self.model.compute_logits(hidden), place)
+            token_ids, law = rows.draw(self.model.compute_logits(hidden), place)
             drafted.append(token_ids)
-            laws.append(probs)
+            laws.append(law)
         table = torch.stack(drafted, 1) if drafted else rows.slots.new_zeros(len(counts), 0)
         return Drafts(table, to_device(torch.from_numpy(num), rows.slots.device), stacked(laws))
 
@@ -97,6 +116,8 @@ class DraftModelProposer(Proposer):
 
         Gives the hidden state of each one's last token; that of rows which are not chosen means nothing.
         """
+        if len(chosen) == len(counts) and (recorded := self._recorded(rows, counts, left)) is not None:
+            return recorded
         device, B = rows.slots.device, rows.block_size
         count, ends = counts[chosen], (rows.lengths - left)[chosen]
         row_of = np.repeat(chosen, count)
@@ -114,12 +135,23 @@ class DraftModelProposer(Proposer):
             slot_mapping=block_ids * B + positions % B,
         ).with_contexts(rows.positions[picked] - to_device(torch.from_numpy(left[chosen]), device))
         hidden: Tensor = self.model(
-            rows.token_ids[slots, positions], positions, self.kv_cache.layers, self._backend.begin_step(attention)
+            rows.token_ids[slots, positions], positions, self.kv_cache.layers, self.backend.begin_step(attention)
         )
         last = hidden[to_device(torch.from_numpy(count.cumsum() - 1), device)]
         if len(chosen) == len(counts):
             return last
         return last.new_zeros(len(counts), last.shape[1]).index_copy_(0, picked, last)
+
+    def _recorded(self, rows: DraftRows, counts: np.ndarray, left: np.ndarray) -> Float[Tensor, "S H"] | None:
+        """The same by a recorded pass, if there is one: for all rows alike, one or two tokens each."""
+        graphs, count, contexts = self.graphs, int(counts[0]), rows.bounds - left
+        if graphs is None or (counts != count).any():
+            return None
+        if count == 1 and len(counts) <= graphs.sizes[-1]:
+            return graphs.replay(rows.slots_on_host, contexts)
+        if count == 2 and graphs.serves_several(contexts - 2, 2):
+            return graphs.replay_several(rows.slots_on_host, contexts, counts)[:, 1]
+        return None
 
     def release(self) -> None:
         """Weights and cache."""

@@ -29,7 +29,7 @@ All K steps use the same ``context``: drafted tokens are not in the cache, and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -73,6 +73,7 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 2 * H * H + attention + len(self.attends) * (3 * H * self.intermediate_size + H) + 2 * H
 
 
+@runtime_checkable
 class DraftContext(Protocol):
     """What the target's cache holds, for the attention of the head."""
 

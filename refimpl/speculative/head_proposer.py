@@ -43,9 +43,9 @@ class HeadProposer(Proposer):
         drafted, laws = [], []
         for place in range(rows.most):
             state = self._head(state, token_ids, last + place, context)
-            token_ids, probs = rows.draw(self._head.full_logits(state), place)
+            token_ids, law = rows.draw(self._head.full_logits(state), place)
             drafted.append(token_ids)
-            laws.append(probs)
+            laws.append(law)
         num = torch.from_numpy(np.where(self._known[rows.slots_on_host], rows.planned, 0))
         return Drafts(torch.stack(drafted, 1), to_device(num, rows.slots.device), stacked(laws))
 

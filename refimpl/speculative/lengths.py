@@ -21,6 +21,11 @@ PROBE_EVERY = 200
 PROBE_LEN = 1
 
 
+def ladder(most: int, adaptive: bool = True) -> list[int]:
+    """Numbers of drafts that may come, the most included, 0 left out."""
+    return sorted({number for number in LADDER if 0 < number < most} | {most}) if adaptive else [most]
+
+
 class RoundCosts(msgspec.Struct, frozen=True):
     """Seconds, by batch size, that were measured."""
 
@@ -97,9 +102,7 @@ class AdaptiveLength:
     """The number of ``LADDER``, at most ``most``, that brings most tokens a second; 0 where none beats plain decoding."""
 
     def __init__(self, most: int, costs: RoundCosts) -> None:
-        self.ladder = [number for number in LADDER if number <= most]
-        if most not in self.ladder:
-            self.ladder.append(most)
+        self.ladder = [0, *ladder(most)]
         self.costs = costs
         self.acceptance = Acceptance()
         self._steps_without = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch.nn.functional as F
@@ -22,11 +22,12 @@ from torch import Tensor
 from refimpl.outputs import SchedulerOutput
 
 
+@runtime_checkable
 class DrawDraft(Protocol):
     """Draws the drafts at one place, by the parameters of their requests."""
 
     def __call__(self, logits: Float[Tensor, "S V"], place: int) -> tuple[Int64[Tensor, "S"], Float[Tensor, "S V"] | None]:
-        """The tokens behind ``place`` drafts of each row, and what they were drawn from; None where all are greedy."""
+        """The tokens behind ``place`` drafts of each row, and their laws, for ``Drafts.laws``; None where all are greedy."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class DraftRows:
     """The most drafts of each row; 0 for those that only draw."""
     lengths: np.ndarray
     """Tokens known of each, as the host has them: exact without overlap, else bounds."""
+    bounds: np.ndarray
+    """The same as bounds in any case: what a recorded graph lowers by itself."""
     positions: Int64[Tensor, "S"]
     """The position of each row's first draft, that is its length, exactly."""
     token_ids: Int64[Tensor, "N L"]
@@ -60,16 +63,18 @@ class Drafts:
     token_ids: Int64[Tensor, "S K"]
     num: Int64[Tensor, "S"]
     """How many of each row's are real; the others may be anything."""
+    laws: Float[Tensor, "S K V"] | None = None
+    """What :class:`DrawDraft` told of each one's q. None: q is one-hot, or told by ``probs``."""
     probs: Float[Tensor, "S K V"] | None = None
-    """q: the law that each was drawn from, up to a factor a row. None: one-hot."""
+    """q, up to a factor a row, of drafts that were drawn by a proposer itself."""
 
     def padded(self, K: int) -> Drafts:
         """The same in tables of ``K`` places, wider or narrower; what is beyond ``num`` may be anything."""
         more = K - self.token_ids.shape[1]
         if not more:
             return self
-        probs = None if self.probs is None else F.pad(self.probs, (0, 0, 0, more))
-        return Drafts(F.pad(self.token_ids, (0, more)), self.num.clamp(max=K), probs)
+        laws, probs = (None if one is None else F.pad(one, (0, 0, 0, more)) for one in (self.laws, self.probs))
+        return Drafts(F.pad(self.token_ids, (0, more)), self.num.clamp(max=K), laws, probs)
 
 
 class Proposer(ABC):

@@ -27,6 +27,9 @@ from refimpl.kernels.philox import Purpose, uniform
 from refimpl.outputs import BAD_LOGITS, NO_TOKEN, NOTHING_LEFT
 from refimpl.sampling.sampler import draw
 
+SHORT = 64
+"""Probabilities that are added up in their own dtype."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -54,14 +57,17 @@ def round_uniforms(seed: Int64[Tensor, "S"], path: Int64[Tensor, "S"], first: In
     A position's token is drawn by the number that draws it without speculation, so K = 0 is no speculation, token by token.
     That numbers of rejected positions come again in the next round does no harm: no token before had a part of them.
     """
-    positions = first.unsqueeze(-1) + torch.arange(K + 1, device=first.device)
-    seeds, paths = seed.unsqueeze(-1).expand_as(positions), path.unsqueeze(-1).expand_as(positions)
-
-    def numbers(of: slice, purpose: Purpose) -> Float64[Tensor, "S some"]:
-        rows = (seeds[:, of].flatten(), paths[:, of].flatten(), positions[:, of].flatten())
-        return uniform(*rows, purpose).view_as(positions[:, of])
-
-    return RoundUniforms(accept=numbers(slice(K), Purpose.ACCEPT), draw=numbers(slice(K + 1), Purpose.TARGET))
+    index = torch.arange(2 * K + 1, device=first.device)  # the accepting ones, then those that draw: few, so at once
+    purpose = torch.where(index < K, int(Purpose.ACCEPT), int(Purpose.TARGET))
+    shape = (len(first), len(index))
+    columns = (
+        seed.unsqueeze(-1),
+        path.unsqueeze(-1),
+        first.unsqueeze(-1) + torch.where(index < K, index, index - K),
+        purpose,
+    )
+    numbers = uniform(*(column.expand(shape).flatten() for column in columns)).view(shape)
+    return RoundUniforms(accept=numbers[:, :K], draw=numbers[:, K:])
 
 
 def verify(
@@ -94,7 +100,7 @@ def verify(
     """
     K, V = draft_ids.shape[1], target_probs.shape[-1]
     drafts = _Drafts.of(draft_ids, draft_probs, num_drafts, V)
-    p_total = target_probs.sum(-1, dtype=torch.float64)
+    p_total = _total(target_probs)
     p = target_probs[:, :K].gather(-1, drafts.ids.unsqueeze(-1)).squeeze(-1)
     # u < p/q without a division, each side with the other's total; NaN is not less than anything.
     accepted = drafts.exist & (accept_uniforms * drafts.q * p_total[:, :K] < p.double() * drafts.q_total)
@@ -149,9 +155,19 @@ class _Drafts:
         if probs is None:
             one = torch.ones_like(ids, dtype=torch.float64)
             return cls(ids, exist, one, one)
-        q_total = probs.sum(-1, dtype=torch.float64)
+        q_total = _total(probs)
         q = probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1).double()
         return cls(ids, exist & q_total.isfinite() & (q_total > 0), q, q_total)
+
+
+def _total(probs: Float[Tensor, "S K V"]) -> Float64[Tensor, "S K"]:
+    """The sum of each row, in float64: of short sums in the law's own dtype, which is a third of the time of widening all.
+
+    Equal rows have equal sums, however many there are and wherever they lie.
+    """
+    whole = probs.shape[-1] // SHORT * SHORT
+    sums: Tensor = probs[..., :whole].unflatten(-1, (-1, SHORT)).sum(-1).sum(-1, dtype=torch.float64)
+    return sums + probs[..., whole:].sum(-1, dtype=torch.float64)
 
 
 def _after_rejection(

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from refimpl import LLM, SamplingParams
 from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep, graph_sizes
+from refimpl.models.tiny import tiny
 
 ON_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
@@ -40,21 +41,20 @@ class Unrecorded(DecodeGraphs):
     def __init__(self, step, sizes):
         self._process = os.getpid()
         self._step = step
-        self.sizes = sizes
+        self.sizes = self.check_sizes = sizes
+        self.num_tokens = [2, 3, 4]
         self.replayed = []
         self._graphs = {}
 
-    def replay(self, slots, contexts):
-        self._step.write(slots, contexts)
-        size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
-        self.replayed.append((len(slots), size))
-        return self._step.forward(size)[: len(slots)]
+    def _replay(self, size, num_tokens):
+        self.replayed.append((size, num_tokens))
+        return self._step.forward(size, num_tokens)
 
 
-def llm_on(device):
+def llm_on(device, **options):
     return LLM(
         "tiny", dtype="float32", device=device, attention_backend="triton", enforce_eager=True, max_num_seqs=4,
-        max_model_len=32, num_gpu_blocks_override=12,
+        max_model_len=32, num_gpu_blocks_override=12, **options,
     )  # fmt: skip
 
 
@@ -72,7 +72,32 @@ def test_decodes_from_slots_and_contexts_alone_give_the_same_tokens():
             step = DecodeStep(runner.model, runner.kv_cache, runner.input_batch, runner.backend, 4)
             runner.graphs = Unrecorded(step, [1, 2, 4])
             assert tokens(llm) == expected
-            assert (3, 4) in runner.graphs.replayed
+            assert (4, 1) in runner.graphs.replayed
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_checks_of_drafts_from_bounds_alone_give_the_same_tokens(seed):
+    """With overlap the host's lengths are bounds; the device lowers them, in recorded steps and in others, and a draft
+    model's steps likewise. Seed 0 makes the draft model the target."""
+    device = "cuda" if ON_GPU else "cpu"
+    with llm_on(device) as llm:
+        expected = tokens(llm)
+    drafts = {"method": "draft_model", "model": tiny(seed=seed), "num_speculative_tokens": 3, "adaptive": False}
+    for recorded in (False, True):
+        with llm_on(device, speculative_config=drafts, async_scheduling=True) as llm, torch.inference_mode():
+            runner = llm.engine._executor.runner
+            proposer = runner.speculation.proposer
+            if recorded:
+                steps = [
+                    DecodeStep(one.model, one.kv_cache, runner.input_batch, one.backend, 4) for one in (runner, proposer)
+                ]
+                runner.graphs, proposer.graphs = (Unrecorded(step, [1, 2, 4]) for step in steps)
+            assert tokens(llm) == expected
+            log = llm.engine.events.records
+            assert sum(len(drafts) for record in log for drafts in record.drafts) > 6
+            if recorded:
+                assert seed == 0 or (4, 2) in proposer.graphs.replayed
+                assert any(num_tokens == 4 for _, num_tokens in runner.graphs.replayed)
 
 
 def test_empty_rows_write_nothing_and_read_nothing():
@@ -112,7 +137,7 @@ def test_graphs_are_left_to_their_process_by_a_child_that_was_forked_off():
 
     graphs, recording = Unrecorded(None, [1]), Recording()
     kept = weakref.ref(recording)
-    graphs._graphs = {1: (recording, None)}
+    graphs._graphs = {(1, 1): (recording, None)}
     graphs._process += 1
     del graphs, recording
     assert kept() is not None
