@@ -17,6 +17,7 @@ from refimpl.exercises.rounds import Z_LIMIT, Laws, Rounds, chi_square_z, hold_l
 from refimpl.models.tiny import tiny
 from refimpl.sampling.probabilities import probabilities
 from refimpl.speculative.law import acceptance
+from refimpl.speculative.proposer import Drafts, Proposer
 
 V, L, K = 4, 5, 2
 SIZES = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -84,15 +85,22 @@ def checks_in(records):
                 texts[sequence] = texts[sequence] * V + taken + 1 if taken >= 0 else texts[sequence]
 
 
+def hold_laws(outputs):
+    """The tokens after each text must be the target's, for requests of each kind."""
+    for kind in range(len(ASKED)):
+        counts = torch.zeros(len(TEXTS), V, dtype=torch.int64)
+        for tokens in outputs[kind :: len(ASKED)]:
+            text = 0
+            for token in tokens:
+                counts[text, token] += 1
+                text = text * V + token + 1
+        hold_law(Rounds(counts, torch.zeros(0)), laws_of(kind))
+
+
 def test_twenty_thousand_rounds_have_the_targets_law_and_the_drafts_acceptance():
     outputs, records, preemptions = generate(8_000, max_num_seqs=256, block_size=2, num_gpu_blocks_override=600)
     assert preemptions > 100
-    counts = torch.zeros(len(ASKED), len(TEXTS), V, dtype=torch.int64)
-    for number, tokens in enumerate(outputs):
-        text = 0
-        for token in tokens:
-            counts[number % len(ASKED), text, token] += 1
-            text = text * V + token + 1
+    hold_laws(outputs)
     judged = torch.zeros(len(ASKED), len(TEXTS), 2, dtype=torch.int64)
     rounds = 0
     for number, text, drafts, accepted, token in checks_in(records):
@@ -102,9 +110,7 @@ def test_twenty_thousand_rounds_have_the_targets_law_and_the_drafts_acceptance()
         rounds += 1
     assert rounds >= 20_000
     for kind in range(len(ASKED)):
-        laws = laws_of(kind)
-        hold_law(Rounds(counts[kind], torch.zeros(0)), laws)
-        alpha = acceptance(laws.p, laws.q)
+        alpha = acceptance(laws_of(kind).p, laws_of(kind).q)
         for text in judged[kind].sum(-1).nonzero().flatten().tolist():
             share = alpha[text].clamp(0, 1)
             assert chi_square_z(judged[kind, text], torch.stack((1 - share, share))) < Z_LIMIT
@@ -134,3 +140,35 @@ def test_a_draft_that_is_the_target_is_accepted_always():
     found = list(checks_in(records))
     assert len(found) >= 60
     assert all(accepted == len(drafts) for _, _, drafts, accepted, _ in found)
+
+
+class Guesses(Proposer):
+    """Any token, each as probable as the others, and told so."""
+
+    name = "guesses"
+
+    def __init__(self):
+        self.random = torch.Generator().manual_seed(0)
+
+    def propose(self, rows):
+        shape = (len(rows.planned), rows.most)
+        guesses = torch.randint(0, V, shape, generator=self.random)
+        return Drafts(guesses, torch.from_numpy(rows.planned), probs=torch.ones(*shape, V))
+
+
+def test_a_proposer_of_ones_own_may_tell_its_law():
+    config = {"method": Guesses(), "num_speculative_tokens": K, "adaptive": False}
+    outputs, records, _ = generate(2_000, config, max_num_seqs=256)
+    hold_laws(outputs)
+    alpha = acceptance(laws_of(0).p, torch.ones(V))
+    judged = [(text, accepted > 0) for number, text, _, accepted, _ in checks_in(records) if number % len(ASKED) == 0]
+    expected = sum(alpha[text].item() for text, _ in judged)
+    assert abs(sum(hit for _, hit in judged) - expected) < 6 * len(judged) ** 0.5 / 2
+
+
+def test_synthetic_acceptance_is_what_was_asked_for():
+    _, records, _ = generate(400, SPECULATION | {"synthetic_acceptance": 0.6}, max_num_seqs=64)
+    found = list(checks_in(records))
+    assert all(0 <= token < V for *_, token in found)
+    hits = torch.tensor([sum(1 for *_, accepted, _ in found if (accepted > 0) is hit) for hit in (False, True)])
+    assert chi_square_z(hits, torch.tensor([0.4, 0.6])) < Z_LIMIT
