@@ -9,6 +9,9 @@ reads, and a K that paid no more pays nothing.
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 from refimpl.speculative.costs import RoundCosts
 from refimpl.speculative.law import LADDER
 
@@ -62,14 +65,6 @@ class Acceptance:
             rates.append((accepted + drawn * (rates[-1] if rates else 0.0)) / (tried + drawn))
         return rates
 
-    def tokens(self, num_drafts: int) -> float:
-        """Expected tokens of a round."""
-        expected, run = 1.0, 1.0
-        for rate in self.rates()[:num_drafts]:
-            run *= rate
-            expected += run
-        return expected
-
 
 class FixedLength:
     """Always the same number."""
@@ -95,20 +90,26 @@ class AdaptiveLength:
     def __init__(self, most: int, costs: RoundCosts) -> None:
         self.ladder = [0, *ladder(most)]
         self.costs = costs
+        self._rounds: dict[int, dict[int, float]] = {}
+        """``costs`` by batch size and number, as far as they were asked for."""
         self.acceptance = Acceptance(most)
         self._now = 0
         self._waited, self._wait = 0, PROBE_AFTER[0]
         self._to_see = 0
         """Outcomes that a probe still waits for."""
 
-    def speed_up(self, num_sequences: int, num_drafts: int) -> float:
-        """Tokens a second over those of plain decoding, as predicted."""
-        return self.acceptance.tokens(num_drafts) / self.costs.round_over_step(num_sequences, num_drafts)
+    def speed_ups(self, num_sequences: int) -> dict[int, float]:
+        """Tokens a second over those of plain decoding, as predicted, by number of drafts."""
+        if (rounds := self._rounds.get(num_sequences)) is None:
+            rounds = {number: self.costs.round_over_step(num_sequences, number) for number in self.ladder}
+            self._rounds[num_sequences] = rounds
+        tokens = list(accumulate(accumulate(self.acceptance.rates(), mul), initial=1.0))
+        return {number: tokens[number] / cost for number, cost in rounds.items()}
 
     def choose(self, num_sequences: int) -> tuple[int, int]:
         """The number for the next step, and the most sequences that draft."""
         self.acceptance.end_step()
-        gains = {number: self.speed_up(num_sequences, number) for number in self.ladder}
+        gains = self.speed_ups(num_sequences)
         best = max(self.ladder, key=lambda number: (gains[number], -number))
         if gains[best] > gains[self._now] + LEAST_GAIN or gains[self._now] < 1:
             self._now = best

@@ -7,6 +7,8 @@ import torch
 from refimpl import LLM, SamplingParams
 from refimpl.errors import ConfigError, UnknownOptionError
 from refimpl.models.tiny import tiny
+from refimpl.speculative.costs import RoundCosts
+from refimpl.speculative.lengths import AdaptiveLength
 from refimpl.speculative.proposer import Drafts, Proposer
 
 V = 24
