@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from refimpl.bench.speculation_command import speculation
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 
 bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
+bench.command()(speculation)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")]
 Save = Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")]

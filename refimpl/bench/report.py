@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from refimpl.bench.report_speculation import speculation_table
 from refimpl.errors import RefimplError
 
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -47,7 +48,7 @@ def render(text: str) -> str:
         if topic not in TABLES:
             raise RefimplError(f"no table for the topic {topic!r}; there are {', '.join(TABLES)}")
         tables = [TABLES[topic](result) for result in results.get(topic, [])]
-        command = "throughput --model-config llama-3-8b" if topic == "offline" else topic
+        command = COMMANDS.get(topic, topic)
         unmeasured = f"Not measured yet: `refimpl bench {command} --save refimpl/bench/results`.\n"
         return match[1] + ("".join(tables) or unmeasured) + match[3]
 
@@ -273,6 +274,16 @@ def _widgets(result: dict[str, Any]) -> str:
     return f"| {result['setting']['workload']} | |\n|---|---|\n{table}{caption(result)}"
 
 
+def _speculation(result: dict[str, Any]) -> str:
+    return speculation_table(result) + caption(result)
+
+
+COMMANDS = {
+    "offline": "throughput --model-config llama-3-8b",
+    "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
+}
+"""What measures a topic, where that is not its name."""
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": _recompute,
     "sharing": _sharing,
@@ -287,5 +298,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "widgets": _widgets,
     "kernels": _kernels,
     "offline": _offline,
+    "speculation": _speculation,
+    "speculation_shape": _speculation,
 }
 """How each topic's result becomes a Markdown table."""

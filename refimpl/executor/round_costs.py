@@ -21,9 +21,9 @@ ROUND_SIZES = (1, 4, 16, 64)
 """Of rounds: with all numbers of drafts they make many numbers of tokens."""
 CONTEXT = 64
 """Tokens of each sequence that is timed."""
-ROUNDS = 4
-"""Times that each kind is timed, in turn, after one that warms up. The shortest counts: whatever else the machine does can
-only lengthen a step."""
+ROUNDS = 3
+"""Times that each kind is timed, in turn, after a turn that warms up. The shortest counts: what else the machine does only
+lengthens a step."""
 MOST_SECONDS = 20.0
 """After which larger batches are left out: on a slow machine few sequences are served together."""
 
@@ -73,7 +73,7 @@ class _Timer:
 
     def __init__(self, runner: ModelRunner, size: int, most: int, context: int) -> None:
         self._runner, self._rows, self._context = runner, tuple(range(size)), context
-        longest = context + 2 * (most + 1) + 1
+        longest = context + 2 * sum(number + 1 for number in (0, *ladder(most))) + 1
         cache = runner.kv_cache
         self._each = -(-longest // cache.block_size)
         """Blocks of a sequence."""
@@ -83,32 +83,28 @@ class _Timer:
         """By number of drafts a row: the least seconds of a step, and of the drafting in it."""
         found: dict[int, tuple[float, float]] = {}
         for turn in range(ROUNDS + 1):
+            self._runner.execute(self._prompts())
             for number in numbers:
-                whole, drafting = self._round(number)
+                drafts = (number,) * len(self._rows) if number else ()
+                step = SchedulerOutput(0, Batch(2, self._rows, self._rows, (1 + number,) * len(self._rows), drafts))
+                self._seconds(step)  # brings a draft model up to date
+                whole, drafting = self._seconds(step)
                 if turn:
                     before = found.get(number, (whole, drafting))
                     found[number] = min(whole, before[0]), min(drafting, before[1])
         return found
 
-    def _round(self, num_drafts: int) -> tuple[float, float]:
-        """All sequences anew; a step that brings a draft model up to date, and another that is timed."""
-        runner, rows = self._runner, self._rows
-        runner.execute(self._prompts())
-        drafts = (num_drafts,) * len(rows) if num_drafts else ()
-        step = SchedulerOutput(0, Batch(2, rows, rows, (1 + num_drafts,) * len(rows), drafts))
-        if num_drafts:
-            runner.execute(step)
-        self._wait()
-        speculation = runner.speculation
+    def _seconds(self, step: SchedulerOutput) -> tuple[float, float]:
+        """Of a step, and of the drafting in it."""
+        speculation = self._runner.speculation
         assert speculation is not None
-        begin = time.perf_counter()
-        speculation.waits = True
+        begin, speculation.seconds, speculation.waits = time.perf_counter(), 0.0, True
         try:
-            runner.execute(step)
+            self._runner.execute(step)
+            self._wait()
         finally:
             speculation.waits = False
-        self._wait()
-        return time.perf_counter() - begin, speculation.seconds if num_drafts else 0.0
+        return time.perf_counter() - begin, speculation.seconds
 
     def _prompts(self) -> SchedulerOutput:
         """All sequences anew, computed up to their last token."""

@@ -68,7 +68,13 @@ class Speculation:
         self.proposer = proposer
         self._batch = input_batch
         self._coupled = coupled
-        self._synthetic = synthetic_acceptance
+        self.synthetic_acceptance = synthetic_acceptance
+        """Set only for measurements, which may change it between requests."""
+        if synthetic_acceptance is not None:
+            log.warning(
+                "synthetic_acceptance is %g: drafts are accepted by chance, whatever the models say; what comes out means "
+                "nothing, and times alone are to be looked at", synthetic_acceptance,
+            )  # fmt: skip
         self.seconds = 0.0
         """How long the last drafting took, the device's work included where the host waited for it."""
         self.waits = False
@@ -173,8 +179,8 @@ class Speculation:
             if failures:
                 token_ids[list(failures)] = NOTHING_LEFT
             verdict = verify_coupled(token_ids[laws], drafts.token_ids, drafts.num)
-        if self._synthetic is not None:
-            accepted = round_uniforms(*numbers, drafted.most).accept < self._synthetic
+        if self.synthetic_acceptance is not None:
+            accepted = round_uniforms(*numbers, drafted.most).accept < self.synthetic_acceptance
             verdict = _replaced(verdict, drafts, accepted)
         return verdict, failures
 

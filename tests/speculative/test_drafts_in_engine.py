@@ -299,8 +299,8 @@ def test_requests_that_read_logits_have_no_drafts():
 
 def test_the_number_adapts_to_what_is_accepted():
     with engine({"method": "draft_model", "model": tiny(vocab_size=V), "num_speculative_tokens": 8}) as llm:
-        length = llm.engine.scheduler.drafting.length
-        length.costs = length.costs.__class__({1: 1.0}, {2: 1.0, 9: 1.0}, {1: dict.fromkeys((1, 2, 3, 5, 8), 0.5)})
+        costs = RoundCosts({1: 1.0}, {2: 1.0, 9: 1.0}, {1: dict.fromkeys((1, 2, 3, 5, 8), 0.5)})
+        length = llm.engine.scheduler.drafting.length = AdaptiveLength(8, costs)
         generate(llm, max_tokens=60)
         assert length.choose(1) == (8, 1), "everything is accepted, and costs half a step"
         for _ in range(100):
