@@ -11,27 +11,36 @@ from refimpl.kernels import attention_cases
 from refimpl.kernels.attention_tiles import operand, padded
 from refimpl.kernels.flash_attention import flash_attention, plan_prefill, prefill_kernel, prefill_tiles
 from refimpl.kernels.launch import dtypes_for, pointer
+from refimpl.kernels.overlap import OVERLAPS_FROM
 from refimpl.kernels.paged_attention import (
-    SPLITS_AT_ONCE,
+    HEADS_AT_ONCE,
     decode_kernel,
     decode_tiles,
     merge_kernel,
     paged_attention,
     plan_decode,
+    splits_at_once,
 )
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape
-from refimpl.kernels.split_plan import FEWEST, MANY, WAVES, plan_kernel
+from refimpl.kernels.split_plan import FEWEST, MERGE, START, WAVES, WEIGHED, SplitPlan, plan_kernel
 
 TOKEN_LISTS = ("cu_seqlens_q", "seqused_k")
 STRIDES = ("token_stride", "query_head_stride", "table_stride", "block_stride", "slot_stride", "head_stride")
 
 
-def launch_decode(query: Tensor, k_cache: Tensor, max_seqlen_q: int, out: Tensor, **rest: Any) -> Tensor:
-    """Plan and kernel, as a step of one layer would run them. Nothing is asked of the device, so a graph can hold it."""
-    (Hq, D), (B, Hkv) = query.shape[1:], k_cache.shape[1:3]
-    lengths = (rest["cu_seqlens_q"], rest["seqused_k"])
-    plan = plan_decode(Hq, Hkv, D, query.dtype, *lengths, max_seqlen_q, rest["block_table"].shape[1] * B)
-    return paged_attention(query, k_cache, plan=plan, out=out, **rest)
+def launch_decode(query: Tensor, max_seqlen_q: int, plan: SplitPlan, out: Tensor, **rest: Any) -> Tensor:
+    """The kernels, by a plan that was made beforehand, once for all layers of a step."""
+    return paged_attention(query, plan=plan, out=out, **rest)
+
+
+def make_decode_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+    """A step's inputs, and the plan of its splits."""
+    case = attention_cases.make_case(shape, dtype, device, seed)
+    lengths = (case.inputs["cu_seqlens_q"], case.inputs["seqused_k"])
+    most = case.inputs["block_table"].shape[1] * shape["B"]
+    heads = (shape["Hq"], shape["Hkv"], shape["D"])
+    plan = plan_decode(*heads, dtype, *lengths, case.inputs["max_seqlen_q"], most)
+    return Case(case.inputs, case.out | {"plan": plan})
 
 
 def launch_prefill(query: Tensor, max_seqlen_q: int, plan: Tensor, out: Tensor, **rest: Any) -> Tensor:
@@ -61,6 +70,7 @@ def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, q
         "HEADS": Hq, "GROUP": Hq // Hkv, "MAX_QUERIES": queries, "BLOCK_SIZE": 16, "HEAD_DIM": D,
         "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": padded(D),
         "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector,
+        "OVERLAP": target >= OVERLAPS_FROM,
     }  # fmt: skip
     label = f"D={D} {Hq}/{Hkv} n={queries}"
     return Compile(decode_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
@@ -90,14 +100,32 @@ def decode_compiles(target: int) -> tuple[Compile, ...]:
     plan = Compile(
         plan_kernel,
         dict.fromkeys(("items", "splits", *TOKEN_LISTS), "*i32") | dict.fromkeys(numbers, "i32"),
-        {"MAX_QUERIES": 1, "TILE_N": 64, "FEWEST": FEWEST, "MANY": MANY, "WAVES": WAVES, "SEQUENCES": 256, "CHUNK": 32},
+        {
+            "MAX_QUERIES": 1,
+            "TILE_N": 64,
+            "FEWEST": FEWEST,
+            "WAVES": WAVES,
+            "START": START,
+            "MERGE": MERGE,
+            "WEIGHED": WEIGHED,
+            "SEQUENCES": 256,
+            "CHUNK": 32,
+        },
         unaligned=frozenset(numbers),
         label="plan",
     )
     merge = Compile(
         merge_kernel,
         {"out": pointer(dtype), "split_out": "*fp32", "split_lse": "*fp32", "cu_seqlens_q": "*i32", "splits": "*i32"},
-        {"HEADS": 32, "MAX_QUERIES": 1, "HEAD_DIM": 128, "TILE_D": 128, "AT_ONCE": SPLITS_AT_ONCE},
+        {
+            "HEADS": 32,
+            "MAX_QUERIES": 1,
+            "HEAD_DIM": 128,
+            "TILE_D": 128,
+            "TILE_H": HEADS_AT_ONCE,
+            "AT_ONCE": splits_at_once(128),
+            "OVERLAP": target >= OVERLAPS_FROM,
+        },
         label="merge",
     )
     more = {80: [(80, 32, 32, 1)], 90: [(128, 8, 1, 16), (256, 8, 4, 1)]}
@@ -131,7 +159,7 @@ SPECS = (
         twin=attention_cases.twin,
         launch=launch_decode,
         outputs=("out",),
-        make_case=attention_cases.make_case,
+        make_case=make_decode_case,
         small_shapes=(
             {"S": 6, "n": 1, "L": 70, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1},
             {"S": 1, "n": 16, "L": 64, "Hq": 1, "Hkv": 1, "D": 64, "B": 16},
@@ -141,7 +169,9 @@ SPECS = (
             {"S": 1, "n": 1, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
             {"S": 1, "n": 2, "L": 33, "Hq": 4, "Hkv": 2, "D": 256, "B": 16},
         ),
-        device_shapes=_served((1, 1, 1024), (1, 1, 16384), (8, 1, 4096), (64, 1, 1024), (64, 1, 4096), (64, 5, 1024)),
+        device_shapes=_served(
+            *((S, 1, L) for S in (1, 8) for L in (1024, 4096, 16384)), (64, 1, 1024), (64, 1, 4096), (64, 5, 1024)
+        ),
         tolerance=attention_cases.TOLERANCES,
         bytes_moved=attention_cases.bytes_moved,
         flops=attention_cases.flops,
@@ -164,6 +194,7 @@ SPECS = (
             {"S": 1, "n": 33, "L": 33, "Hq": 1, "Hkv": 1, "D": 256, "B": 16},
         ),
         device_shapes=_served((1, 4096, 4096), (16, 1024, 1024), (1, 2048, 16384)),
+        timed_shapes=_served((1, 16384, 16384)),
         tolerance=attention_cases.TOLERANCES,
         bytes_moved=attention_cases.bytes_moved,
         flops=attention_cases.flops,

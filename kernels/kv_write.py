@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from refimpl.kernels import cases, reference
-from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer, power_of_two
-from refimpl.kernels.rotary import HEADS, NUM_WARPS, check_angles, load_angles, rotate, tables, turning_tolerance
-from refimpl.kernels.spec import EXACT, Case, Compile, KernelSpec, Shape
+from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
+from refimpl.kernels.overlap import after_previous, overlapping
+from refimpl.kernels.rotary import HEADS, NUM_WARPS, check_angles, load_angles, rotate
 
 
 @triton.jit
@@ -92,10 +91,12 @@ def write_kv_kernel(
     D: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Heads ``program_id(1) · HEADS …`` of token ``program_id(0)`` into its slot."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
+    after_previous(OVERLAP)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot >= 0:
         start = _slot_start(slot, B, block_stride, place_stride)
@@ -134,11 +135,13 @@ def turn_and_write_kv_kernel(
     half: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One tile of token ``program_id(0)``: query heads while there are any, then heads of keys and values."""
     token = tl.program_id(0).to(tl.int64)
     query_tiles = tl.cdiv(num_heads, HEADS)
     tile = tl.program_id(1)
+    after_previous(OVERLAP)
     cosines, sines = load_angles(positions, cos, sin, table_stride, token, half, HALF)  # [HALF] each
     if tile < query_tiles:
         head = (tile * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
@@ -175,7 +178,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         with device_of(key):
             write_kv_kernel[(T, triton.cdiv(num_kv_heads, heads))](
                 key, value, k_cache, v_cache, slot_mapping, *strides, num_kv_heads, k_cache.shape[1], D,
-                HEADS=heads, WIDTH=power_of_two(D), num_warps=NUM_WARPS,
+                HEADS=heads, WIDTH=power_of_two(D), num_warps=NUM_WARPS, **overlapping(key),
             )  # fmt: skip
     return k_cache, v_cache
 
@@ -217,7 +220,7 @@ def turn_and_write_kv(
             turn_and_write_kv_kernel[grid](
                 query, key, value, positions, cos, sin, k_cache, v_cache, slot_mapping, turned,
                 *strides, cos.stride(0), *k_cache.stride()[:3], *sizes,
-                HEADS=heads, HALF=power_of_two(D // 2), num_warps=NUM_WARPS,
+                HEADS=heads, HALF=power_of_two(D // 2), num_warps=NUM_WARPS, **overlapping(query),
             )  # fmt: skip
     return turned, k_cache, v_cache
 
@@ -229,115 +232,3 @@ def _check_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, s
     check_same("sizes of the caches", k_cache=k_cache.shape, v_cache=v_cache.shape)
     check_same("strides of the caches", k_cache=k_cache.stride(), v_cache=v_cache.stride())
     check_same("heads and their size", key=key.shape[1:], k_cache=k_cache.shape[2:])
-
-
-# ---------------------------------------------------------------------- what is registered
-
-
-def _write_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
-    """Keys and values are slices of one row, as a fused projection leaves them; one token in five is a padded row."""
-    T, Hq, Hkv, D, B = (shape[axis] for axis in ("T", "Hq", "Hkv", "D", "B"))
-    random = cases.generator(seed)
-    blocks = shape.get("blocks", -(-max(T, 1) // B) + 2)
-    heads = cases.normal(T, Hq + 2 * Hkv, D, dtype=dtype, device=device, random=random, gap=shape.get("gap", 0))
-    query, key, value = heads.split((Hq, Hkv, Hkv), dim=1)
-    slots = torch.randperm(blocks * B, generator=random)[:T]
-    if T:
-        slots[-1] = blocks * B - 1  # the very last slot is written
-        slots = torch.where((slots == slots[-1]) & (torch.arange(T) < T - 1), -1, slots)
-        slots[: T - 1][torch.rand(T - 1, generator=random) < 0.2] = -1
-    pools = {
-        name: cases.poisoned_pool(blocks, B, Hkv, D, dtype, device, shape.get("block_gap", 0))
-        for name in ("k_cache", "v_cache")
-    }
-    if "block_gap" in shape:
-        slots = slots.int()  # whose product with a stride would not fit 32 bits
-    return Case({"query": query, "key": key, "value": value, "slot_mapping": slots.to(device)} | pools)
-
-
-def _plain_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
-    case = _write_case(shape, dtype, device, seed)
-    return Case({name: value for name, value in case.inputs.items() if name != "query"})
-
-
-def _turned_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
-    random = cases.generator(seed + 1)
-    case = _write_case(shape, dtype, device, seed)
-    positions = torch.randint(0, 64, (shape["T"],), generator=random).to(device)
-    out = cases.poisoned(*case.inputs["query"].shape, dtype=dtype, device=device)
-    return Case(case.inputs | {"positions": positions} | tables(64, shape["D"], dtype, device, random), {"turned": out})
-
-
-def _compiles(capability: int, turning: bool) -> tuple[Compile, ...]:
-    kernel = turn_and_write_kv_kernel if turning else write_kv_kernel
-    tensors = {"query", "key", "value", "cos", "sin", "k_cache", "v_cache", "turned"}
-    element = pointer(dtypes_for(capability)[0])
-    found = []
-    for D in (80, 128) if turning else (128,):
-        tiles = {"HEADS": HEADS, "HALF": power_of_two(D // 2)} if turning else {"HEADS": HEADS, "WIDTH": power_of_two(D)}
-        signature = {
-            name: element if name in tensors else "*i64" if name in ("positions", "slot_mapping") else "i32"
-            for name in kernel.arg_names
-            if name not in tiles
-        }
-        odd = frozenset({"num_heads", "num_kv_heads"} | ({"half"} if D == 80 else set()))
-        found.append(Compile(kernel, signature, tiles, NUM_WARPS, unaligned=odd, label=f"D={D} {element[1:]}"))
-    return tuple(found)
-
-
-FAR = 2**30
-"""Elements between blocks, so that block 3 lies beyond what 32 bits can say."""
-SMALL: tuple[Shape, ...] = (
-    {"T": 0, "Hq": 2, "Hkv": 1, "D": 8, "B": 4},
-    {"T": 1, "Hq": 1, "Hkv": 1, "D": 2, "B": 1},
-    {"T": 5, "Hq": 9, "Hkv": 3, "D": 80, "B": 8, "gap": 3},
-    {"T": 3, "Hq": 7, "Hkv": 1, "D": 64, "B": 16},
-    {"T": 3, "Hq": 17, "Hkv": 17, "D": 16, "B": 8},
-    {"T": 4, "Hq": 2, "Hkv": 2, "D": 16, "B": 2, "blocks": 4, "block_gap": FAR},
-)
-SERVED: tuple[Shape, ...] = (
-    {"T": 1, "Hq": 32, "Hkv": 8, "D": 128, "B": 16},
-    {"T": 64, "Hq": 32, "Hkv": 8, "D": 128, "B": 16},
-    {"T": 4096, "Hq": 32, "Hkv": 8, "D": 128, "B": 16},
-    {"T": 4096, "Hq": 9, "Hkv": 3, "D": 64, "B": 32},
-    {"T": 256, "Hq": 64, "Hkv": 8, "D": 96, "B": 16},
-)
-
-
-def _elements(shape: Shape, kinds: int) -> int:
-    """Elements of a step's queries (``kinds`` counts them 0 or 1 times), keys and values."""
-    return shape["T"] * (kinds * shape["Hq"] + 2 * shape["Hkv"]) * shape["D"]
-
-
-SPECS = (
-    KernelSpec(
-        name="write_kv",
-        summary="keys and values into their slots",
-        axes=("T", "Hq", "Hkv", "D", "B", "blocks", "gap", "block_gap"),
-        twin=reference.write_kv,
-        launch=write_kv,
-        outputs=("k_cache", "v_cache"),
-        make_case=_plain_case,
-        small_shapes=SMALL,
-        device_shapes=SERVED,
-        tolerance=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), EXACT),
-        bytes_moved=lambda shape, dtype: 2 * _elements(shape, 0) * dtype.itemsize,
-        flops=lambda shape, dtype: 0,
-        compiles=lambda capability: _compiles(capability, turning=False),
-    ),
-    KernelSpec(
-        name="turn_and_write_kv",
-        summary="queries and keys turned, keys and values into their slots",
-        axes=("T", "Hq", "Hkv", "D", "B", "blocks", "gap", "block_gap"),
-        twin=reference.turn_and_write_kv,
-        launch=turn_and_write_kv,
-        outputs=("turned", "k_cache", "v_cache"),
-        make_case=_turned_case,
-        small_shapes=SMALL,
-        device_shapes=SERVED,
-        tolerance=turning_tolerance(),
-        bytes_moved=lambda shape, dtype: 2 * _elements(shape, 1) * dtype.itemsize,
-        flops=lambda shape, dtype: 3 * shape["T"] * (shape["Hq"] + shape["Hkv"]) * shape["D"],
-        compiles=lambda capability: _compiles(capability, turning=True),
-    ),
-)

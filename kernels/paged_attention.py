@@ -45,11 +45,14 @@ from refimpl.kernels.attention_tiles import (
     target_of,
 )
 from refimpl.kernels.launch import device_of, power_of_two
+from refimpl.kernels.overlap import after_previous, overlapping
 from refimpl.kernels.split_plan import SplitPlan, plan_splits
 
 MAX_QUERIES = 16
 """Queries a sequence that this kernel serves; more are a prefill (:mod:`refimpl.kernels.flash_attention`)."""
+HEADS_AT_ONCE = 4
 SPLITS_AT_ONCE = 16
+"""Of a program that merges: 8,192 numbers in its registers at a head size of 128."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -81,16 +84,16 @@ def decode_kernel(
     TILE_D: tl.constexpr,
     OPERAND: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (work item, key/value head, row tile): ``TILE_M`` rows over one split."""
-    item, kv_head, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (key/value head, work item, row tile): ``TILE_M`` rows over one split."""
+    kv_head, item, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    after_previous(OVERLAP)
     sequence, first = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
     end, splits = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
-    if end == 0:
-        return
     first_token = tl.load(cu_seqlens_q + sequence)
     queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    if row_tile * TILE_M >= queries * GROUP:
+    if (end == 0) | (row_tile * TILE_M >= queries * GROUP):
         return
     first_position = tl.load(seqused_k + sequence) - queries
     rows = row_tile * TILE_M + tl.arange(0, TILE_M)  # [M]
@@ -98,21 +101,20 @@ def decode_kernel(
     real = number < queries
     token = (first_token + number).to(tl.int64)
     q = load_rows(query + token * token_stride + head * query_head_stride, real, HEAD_DIM, TILE_D, OPERAND)  # [M, D]
-    seen_by_all = tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE_N * TILE_N
+    seen_by_all = first + tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE_N * TILE_N
     attended, row_max, row_sum = attend(
-        q, first_position + number, first, first + seen_by_all, end, k_cache + kv_head * head_stride,
+        q, first_position + number, first, seen_by_all, end, k_cache + kv_head * head_stride,
         v_cache + kv_head * head_stride, block_table + sequence.to(tl.int64) * table_stride, scale_log2, block_stride,
         slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR,
     )  # fmt: skip
     # A later query's split may hold nothing that an earlier query sees: its average is 0 there, with weight 2^−inf.
-    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
-    average = attended / row_sum[:, None]
+    average = attended / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if splits == 1:
         store_rows(out + (token * HEADS + head) * HEAD_DIM, average, real, HEAD_DIM, TILE_D)
     else:
         place = (item.to(tl.int64) * HEADS + head) * MAX_QUERIES + number
         store_rows(split_out + place * HEAD_DIM, average, real, HEAD_DIM, TILE_D)
-        tl.store(split_lse + place, row_max + tl.log2(row_sum), real)
+        tl.store(split_lse + place, row_max + tl.log2(tl.where(row_sum == 0, 1.0, row_sum)), real)
 
 
 @triton.jit
@@ -126,36 +128,43 @@ def merge_kernel(
     MAX_QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
+    TILE_H: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (sequence and query, head): the average of its splits' averages, weighted; 0 where there is no context."""
-    sequence, number, head = tl.program_id(0) // MAX_QUERIES, tl.program_id(0) % MAX_QUERIES, tl.program_id(1)
-    num_splits = tl.load(splits + 2 * sequence + 1)
-    if num_splits == 1:
-        return
+    """Program (sequence and query, TILE_H heads): the averages of their splits' averages, weighted; 0 without a context.
+
+    The plan is older than the kernel before, so it is read while that one still runs.
+    """
+    sequence, number = tl.program_id(0) // MAX_QUERIES, tl.program_id(0) % MAX_QUERIES
+    first_item, num_splits = tl.load(splits + 2 * sequence), tl.load(splits + 2 * sequence + 1)
     first_token = tl.load(cu_seqlens_q + sequence)
     queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    if (number >= queries) | (queries > MAX_QUERIES):
+    after_previous(OVERLAP)
+    if (num_splits == 1) | (number >= queries) | (queries > MAX_QUERIES):
         return
-    first_item = tl.load(splits + 2 * sequence)
-    merged = tl.zeros((1, TILE_D), tl.float32)
-    largest = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
+    head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)  # [H]
+    dims = tl.arange(0, TILE_D)[None, None, :]
+    merged = tl.zeros((TILE_H, TILE_D), tl.float32)
+    largest = tl.full((TILE_H,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_H,), tl.float32)
     for start in range(0, num_splits, AT_ONCE):
-        split = start + tl.arange(0, AT_ONCE)  # [splits]
-        place = ((first_item + split).to(tl.int64) * HEADS + head) * MAX_QUERIES + number
-        lse = tl.load(split_lse + place, mask=split < num_splits, other=float("-inf"))
-        averages = load_rows(split_out + place * HEAD_DIM, split < num_splits, HEAD_DIM, TILE_D, tl.float32)  # [splits, D]
-        new_largest = tl.maximum(largest, tl.max(lse, 0))
+        split = start + tl.arange(0, AT_ONCE)
+        there = (head < HEADS)[:, None] & (split < num_splits)[None, :]  # [H, splits]
+        place = ((first_item + split)[None, :].to(tl.int64) * HEADS + head[:, None]) * MAX_QUERIES + number
+        lse = tl.load(split_lse + place, mask=there, other=float("-inf"))
+        inside = there[:, :, None] & (dims < HEAD_DIM)
+        averages = tl.load(split_out + place[:, :, None] * HEAD_DIM + dims, mask=inside, other=0.0)  # [H, splits, D]
+        new_largest = tl.maximum(largest, tl.max(lse, 1))
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(lse - shift)
+        weights = tl.exp2(lse - shift[:, None])
         rescale = tl.exp2(largest - shift)
-        merged = merged * rescale[:, None] + tl.sum(averages * weights[:, None], 0)[None, :]
-        total = total * rescale + tl.sum(weights, 0)
+        merged = merged * rescale[:, None] + tl.sum(averages * weights[:, :, None], 1)
+        total = total * rescale + tl.sum(weights, 1)
         largest = new_largest
     average = merged / tl.where(total == 0, 1.0, total)[:, None]
     row = (first_token + number).to(tl.int64) * HEADS + head
-    store_rows(out + row * HEAD_DIM + tl.zeros((1,), tl.int64), average, total == total, HEAD_DIM, TILE_D)
+    store_rows(out + row * HEAD_DIM, average, head < HEADS, HEAD_DIM, TILE_D)
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,11 @@ def decode_tiles(capability: int, head_dim: int, rows: int, dtype: torch.dtype) 
     # Elsewhere the compiler finds no registers for 64 keys; 32 of them in one stage more are as many bytes under way.
     small = capability in (86, 89)  # 100 KiB of shared memory
     return DecodeTiles(tile_m, 32, 4, 3 if small or head_dim > 128 else 4, 2)
+
+
+def splits_at_once(head_dim: int) -> int:
+    """Splits that a merging program takes at once: 16 of heads of 128 numbers, which are 64 registers of each thread."""
+    return max(1, SPLITS_AT_ONCE * 128 // max(128, padded(head_dim)))
 
 
 def plan_decode(
@@ -246,34 +260,17 @@ def paged_attention(
     split_out = query.new_empty(num_items, Hq, plan.max_queries, D, dtype=torch.float32)
     split_lse = query.new_empty(num_items, Hq, plan.max_queries, dtype=torch.float32)
     sizes = {"HEADS": Hq, "MAX_QUERIES": plan.max_queries, "HEAD_DIM": D, "TILE_D": padded(D)}
-    grid = (num_items, Hkv, -(-rows // tiles.tile_m))
+    grid = (Hkv, num_items, -(-rows // tiles.tile_m))
     with device_of(query):
         decode_kernel[grid](
-            out,
-            split_out,
-            split_lse,
-            query,
-            k_cache,
-            v_cache,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            plan.items,
-            softmax_scale * LOG2_E,
-            *query.stride()[:2],
-            block_table.stride(0),
-            *k_cache.stride()[:3],
-            GROUP=Hq // Hkv,
-            BLOCK_SIZE=k_cache.shape[1],
-            TILE_M=tiles.tile_m,
-            TILE_N=tiles.tile_n,
-            OPERAND=operand(query.dtype, tiles.vector),
-            VECTOR=tiles.vector,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **sizes,
-        )
-        merge_kernel[(len(plan.splits) * plan.max_queries, Hq)](
-            out, split_out, split_lse, cu_seqlens_q, plan.splits, AT_ONCE=SPLITS_AT_ONCE, num_warps=4, **sizes
-        )
+            out, split_out, split_lse, query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, plan.items,
+            softmax_scale * LOG2_E, *query.stride()[:2], block_table.stride(0), *k_cache.stride()[:3],
+            GROUP=Hq // Hkv, BLOCK_SIZE=k_cache.shape[1], TILE_M=tiles.tile_m, TILE_N=tiles.tile_n,
+            OPERAND=operand(query.dtype, tiles.vector), VECTOR=tiles.vector,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **sizes, **overlapping(query),
+        )  # fmt: skip
+        merge_kernel[(len(plan.splits) * plan.max_queries, -(-Hq // HEADS_AT_ONCE))](
+            out, split_out, split_lse, cu_seqlens_q, plan.splits,
+            TILE_H=HEADS_AT_ONCE, AT_ONCE=splits_at_once(D), num_warps=4, **sizes, **overlapping(query),
+        )  # fmt: skip
     return out

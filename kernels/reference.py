@@ -16,6 +16,10 @@ from refimpl.kernels.philox import Purpose, uniform
 
 GREEDY_BELOW = 1e-5
 """A temperature under it is greedy."""
+FP8_MAX = 448.0
+"""The largest number of e4m3."""
+LEAST_SCALE = 2.0**-100
+"""Of a row in FP8: a float32 of full precision, far under what a row of 16-bit numbers above 0 comes to."""
 BAD_LOGITS = -2
 """In place of a token: the row's raw logits hold NaN or +inf, or no finite number at all."""
 NOTHING_LEFT = -3
@@ -86,6 +90,60 @@ def gated_linear(x: Float[Tensor, "T H"], weight: Float[Tensor, "two_I H"]) -> F
     """SwiGLU's product (Shazeer 2020) of what gate's and up's weights, one above the other, make of ``x``."""
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def quantise(x: Float[Tensor, "T C"]) -> tuple[Float[Tensor, "T C"], Float[Tensor, "T"]]:
+    """Rows as ``values · scales``: values in e4m3 (4 bits of exponent, 3 of mantissa, up to 448), a scale a row.
+
+    A row's scale brings its largest magnitude to 448; it is in at least float32. Nothing overflows, and a row of zeros stays
+    one. Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
+    """
+    wide = at_least_float32(x)
+    scales = (wide.abs().amax(-1) / FP8_MAX).clamp(min=LEAST_SCALE)
+    values = (wide / scales.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+def rms_norm_quantise(
+    x: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T"]]:
+    """:func:`quantise` of :func:`rms_norm`."""
+    return quantise(rms_norm(x, weight, eps))
+
+
+def add_rms_norm_quantise(
+    x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float
+) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T"], Float[Tensor, "T H"]]:
+    """:func:`quantise` of :func:`add_rms_norm`'s norm, and the sum."""
+    normed, new_residual = add_rms_norm(x, residual, weight, eps)
+    return *quantise(normed), new_residual
+
+
+def silu_mul_quantise(gate_up: Float[Tensor, "T two_I"]) -> tuple[Float[Tensor, "T I"], Float[Tensor, "T"]]:
+    """:func:`quantise` of :func:`silu_mul`."""
+    return quantise(silu_mul(gate_up))
+
+
+def fp8_linear(
+    values: Float[Tensor, "T in_features"],
+    scales: Float[Tensor, "T"],
+    weight: Float[Tensor, "out_features in_features"],
+    weight_scales: Float[Tensor, "out_features"],
+) -> Float[Tensor, "T out_features"]:
+    """``x Wᵀ`` of quantised rows by a weight of quantised rows; in the scales' dtype, at least float32."""
+    product = values.to(scales.dtype) @ weight.to(scales.dtype).T
+    return product * scales.unsqueeze(-1) * weight_scales
+
+
+def fp8_gated_linear(
+    values: Float[Tensor, "T H"],
+    scales: Float[Tensor, "T"],
+    weight: Float[Tensor, "two_I H"],
+    weight_scales: Float[Tensor, "two_I"],
+) -> Float[Tensor, "T I"]:
+    """SwiGLU's product (Shazeer 2020) of what gate's and up's quantised weights, one above the other, make of the rows."""
+    gate, up = fp8_linear(values, scales, weight, weight_scales).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def write_kv(

@@ -29,6 +29,7 @@ from refimpl.kernels.launch import (
     pointer,
     power_of_two,
 )
+from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 
@@ -49,13 +50,15 @@ def rms_norm_kernel(
     H: tl.tensor,
     eps: tl.tensor,
     BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Row ``program_id(0)`` of ``normed = x / rms(x) · weight``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     inside = column < H
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
+    after_previous(OVERLAP)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
     result = _normed(value, scale, H, eps, x.dtype.element_ty)
     tl.store(normed + row * normed_stride + column, result.to(normed.dtype.element_ty), mask=inside)
 
@@ -74,16 +77,18 @@ def add_rms_norm_kernel(
     H: tl.tensor,
     eps: tl.tensor,
     BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Row ``program_id(0)`` of ``new_residual = x + residual`` and of its norm. Outputs may be the inputs themselves."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     inside = column < H
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
+    after_previous(OVERLAP)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
     value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     rounded = value.to(new_residual.dtype.element_ty)
     tl.store(new_residual + row * new_residual_stride + column, rounded, mask=inside)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
     result = _normed(rounded.to(tl.float32), scale, H, eps, x.dtype.element_ty)
     tl.store(normed + row * normed_stride + column, result.to(normed.dtype.element_ty), mask=inside)
 
@@ -102,7 +107,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor | None = None
     if T:
         block, warps = tile(H)
         with device_of(x):
-            rms_norm_kernel[(T,)](x, weight, normed, x.stride(0), normed.stride(0), H, eps, BLOCK_H=block, num_warps=warps)
+            rms_norm_kernel[(T,)](
+                x, weight, normed, x.stride(0), normed.stride(0), H, eps, BLOCK_H=block, num_warps=warps, **overlapping(x)
+            )
     return normed
 
 
@@ -133,7 +140,7 @@ def add_rms_norm(
         tensors = (x, residual, weight, normed, new_residual)
         strides = (x.stride(0), residual.stride(0), normed.stride(0), new_residual.stride(0))
         with device_of(x):
-            add_rms_norm_kernel[(T,)](*tensors, *strides, H, eps, BLOCK_H=block, num_warps=warps)
+            add_rms_norm_kernel[(T,)](*tensors, *strides, H, eps, BLOCK_H=block, num_warps=warps, **overlapping(x))
     return normed, new_residual
 
 
@@ -174,7 +181,15 @@ def _compiles(capability: int, fused: bool) -> tuple[Compile, ...]:
     block, warps = tile(8192)
     signature = dict.fromkeys(names, pointer(dtypes_for(capability)[0])) | strides | {"H": "i32", "eps": "fp32"}
     kernel = add_rms_norm_kernel if fused else rms_norm_kernel
-    return (Compile(kernel, signature, {"BLOCK_H": block}, warps, label=f"H=8192 {signature['x'][1:]}"),)
+    return (
+        Compile(
+            kernel,
+            signature,
+            {"BLOCK_H": block, "OVERLAP": capability >= OVERLAPS_FROM},
+            warps,
+            label=f"H=8192 {signature['x'][1:]}",
+        ),
+    )
 
 
 def _tolerances(roundings: int) -> dict[torch.dtype, Tolerance]:
@@ -198,7 +213,7 @@ SERVED: tuple[Shape, ...] = (
     {"T": 1, "H": 4096},
     {"T": 64, "H": 4096},
     {"T": 256, "H": 8192},
-    {"T": 4096, "H": 4096},
+    {"T": 8192, "H": 4096},
     {"T": 777, "H": 576, "gap": 8},
 )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from refimpl.kernels import cases, reference
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer
+from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 BLOCK = 1024
@@ -32,12 +33,14 @@ def silu_mul_kernel(
     product_stride: tl.tensor,
     size: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Columns ``program_id(1) · BLOCK …`` of row ``program_id(0)``; ``size`` is I."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     start = gate_up + row * gate_up_stride
+    after_previous(OVERLAP)
     gate = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     up = tl.load(start + size + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     result = gate / (1.0 + tl.exp(-gate)) * up
@@ -58,8 +61,9 @@ def silu_mul(gate_up: Tensor, product: Tensor | None = None) -> Tensor:
     if T and size:
         with device_of(gate_up):
             silu_mul_kernel[(T, triton.cdiv(size, BLOCK))](
-                gate_up, product, gate_up.stride(0), product.stride(0), size, BLOCK=BLOCK, num_warps=NUM_WARPS
-            )
+                gate_up, product, gate_up.stride(0), product.stride(0), size, BLOCK=BLOCK, num_warps=NUM_WARPS,
+                **overlapping(gate_up),
+            )  # fmt: skip
     return product
 
 
@@ -77,7 +81,11 @@ def _compiles(capability: int) -> tuple[Compile, ...]:
     dtype = pointer(dtypes_for(capability)[0])
     numbers = {"gate_up_stride": "i32", "product_stride": "i32", "size": "i32"}
     signature = {"gate_up": dtype, "product": dtype} | numbers
-    return (Compile(silu_mul_kernel, signature, {"BLOCK": BLOCK}, NUM_WARPS, label=dtype[1:]),)
+    return (
+        Compile(
+            silu_mul_kernel, signature, {"BLOCK": BLOCK, "OVERLAP": capability >= OVERLAPS_FROM}, NUM_WARPS, label=dtype[1:]
+        ),
+    )
 
 
 SPECS = (
@@ -100,7 +108,7 @@ SPECS = (
             {"T": 1, "I": 14336},
             {"T": 64, "I": 14336},
             {"T": 256, "I": 28672},
-            {"T": 4096, "I": 14336},
+            {"T": 8192, "I": 14336},
             {"T": 777, "I": 1536, "gap": 8},
         ),
         tolerance={

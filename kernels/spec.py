@@ -35,8 +35,14 @@ HOMES: dict[str, str] = {
     "silu_mul": "silu_mul",
     "linear": "linear",
     "gated_linear": "linear",
-    "write_kv": "kv_write",
-    "turn_and_write_kv": "kv_write",
+    "quantise": "fp8_quantise_spec",
+    "rms_norm_quantise": "fp8_quantise_spec",
+    "add_rms_norm_quantise": "fp8_quantise_spec",
+    "silu_mul_quantise": "fp8_quantise_spec",
+    "fp8_linear": "fp8_gemm_spec",
+    "fp8_gated_linear": "fp8_gemm_spec",
+    "write_kv": "kv_write_specs",
+    "turn_and_write_kv": "kv_write_specs",
     "copy_blocks": "kv_blocks",
     "gather_blocks": "kv_blocks",
     "scatter_blocks": "kv_blocks",
@@ -47,6 +53,16 @@ HOMES: dict[str, str] = {
     "flash_attention": "attention_specs",
 }
 """The file of ``kernels/`` that each kernel stands in."""
+
+
+LEAST_FOR_FP8 = 89
+"""The first compute capability with arithmetic in e4m3 (NVIDIA, Ada and Hopper)."""
+WITHOUT_FP8 = {
+    target: f"e4m3 is a format of sm_{LEAST_FOR_FP8} and later; weights stay in 16 bits there, by linear and gated_linear"
+    for target in TARGETS
+    if target < LEAST_FOR_FP8
+}
+"""``KernelSpec.not_on`` of kernels that read or write e4m3."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +84,8 @@ class Case:
 
     inputs: dict[str, Any]
     """What twin and kernel are given by name: tensors and numbers. The twin changes none; a kernel may say that it does."""
-    out: dict[str, Tensor] = field(default_factory=dict)
-    """What the kernel is given besides: tensors to write into, filled with NaN (-1 where they hold integers)."""
+    out: dict[str, Any] = field(default_factory=dict)
+    """What the kernel is given besides: tensors to write into, filled with NaN (-1 where they hold integers), and plans."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +137,8 @@ class KernelSpec:
     flops: Callable[[Shape, torch.dtype], int]
     compiles: Callable[[int], tuple[Compile, ...]]
     """What to compile for a compute capability (75, 80, 89, 90, 100), as the launcher would launch it there."""
+    timed_shapes: tuple[Shape, ...] = ()
+    """For the benchmark alone: too large for the twin in float64."""
     not_on: Mapping[int, str] = field(default_factory=dict)
     """Targets that the kernel is not for, and why, and what is done there instead."""
     complain: Callable[[Case, dict[str, Tensor], dict[str, Tensor]], list[str]] | None = None

@@ -12,10 +12,15 @@ and their programs leave at once::
     lengths   [700, 90, 0, 3000]     tiles of 64 keys   [11, 2, 0, 47]     together 60
     tiles a split 16             →   splits             [ 1, 1, 0,  3]     items (0, 0, 700, 1) (1, 0, 90, 1) (3, 0, 960, 3)
 
-How many tiles a split has: while there is little to do, as few as keep the device busy once (*one wave*: every program is
-resident at the same time), but ``FEWEST`` at least, since each split costs a start and a merge. With more to do, up to
-``MANY`` a split in one wave; with more still, splits of ``MANY`` in several waves, which even out at the end; and at most
-``WAVES``.
+How many tiles a split has is weighed. Programs come in *waves*, of as many as are resident at the same time; a wave lasts as
+long as its longest split and its start, and splits must be merged. So ``WEIGHED`` sizes are tried, from the least that is
+allowed (``FEWEST`` tiles, and ``WAVES`` waves) to about twice a single wave's, and that is taken, the larger of equals, for
+which this is the least::
+
+    waves · (START + tiles of the longest split) + (MERGE, if there is a split)
+
+Few sequences are so cut into one wave; 64 that fill a wave as they are stay whole; and 80, which would leave the second of
+two waves nearly empty, are cut.
 """
 
 from __future__ import annotations
@@ -31,8 +36,11 @@ from torch import Tensor
 from refimpl.kernels.launch import device_of, power_of_two
 
 FEWEST = 2
-MANY = 16
 WAVES = 4
+START = 2
+MERGE = 2
+"""What a program's start and the launch that merges cost, in tiles. By arithmetic: some two microseconds each."""
+WEIGHED = 16
 ITEM = 4
 """Integers in a work item."""
 
@@ -49,8 +57,10 @@ def plan_kernel(
     MAX_QUERIES: tl.constexpr,
     TILE_N: tl.constexpr,
     FEWEST: tl.constexpr,
-    MANY: tl.constexpr,
     WAVES: tl.constexpr,
+    START: tl.constexpr,
+    MERGE: tl.constexpr,
+    WEIGHED: tl.constexpr,
     SEQUENCES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
@@ -65,8 +75,12 @@ def plan_kernel(
     contexts = tl.load(seqused_k + s, exists, 0)
     tiles = tl.where(queries <= MAX_QUERIES, tl.cdiv(contexts, TILE_N), 0)  # [SEQUENCES]
     total = tl.sum(tiles, 0)
-    in_one_wave = tl.minimum(tl.cdiv(total, one_wave), MANY)
-    tiles_a_split = tl.maximum(FEWEST, tl.maximum(in_one_wave, tl.cdiv(total, WAVES * one_wave)))
+    least = tl.maximum(FEWEST, tl.cdiv(total, WAVES * one_wave))
+    sizes = least + tl.arange(0, WEIGHED) * tl.maximum(1, tl.cdiv(2 * total, WEIGHED * one_wave))  # [WEIGHED]
+    cut = tl.maximum(tl.cdiv(tiles[None, :], sizes[:, None]), 1)  # [WEIGHED, SEQUENCES]; one that is empty counts for none
+    waves = tl.cdiv(tl.sum(tl.where(tiles[None, :] > 0, cut, 0), 1), one_wave)
+    costs = waves * (START + tl.max(tl.cdiv(tiles[None, :], cut), 1)) + tl.where(tl.max(cut, 1) > 1, MERGE, 0)
+    tiles_a_split = tl.max(tl.where(costs == tl.min(costs, 0), sizes, 0), 0)
     counts = tl.cdiv(tiles, tiles_a_split)
     first_item = tl.sum(tl.where(s < sequence, counts, 0), 0)
     own_splits = tl.sum(tl.where(s == sequence, counts, 0), 0)
@@ -105,11 +119,7 @@ class SplitPlan:
 def count_items(num_sequences: int, max_seqlen_k: int, tile_n: int, one_wave: int) -> int:
     """The most items that ``num_sequences`` contexts of up to ``max_seqlen_k`` keys can come to: the size of the grid."""
     most_tiles = num_sequences * -(-max_seqlen_k // tile_n)
-    if most_tiles <= MANY * one_wave:
-        full = min(one_wave, -(-most_tiles // FEWEST))
-    else:
-        full = min(WAVES * one_wave, -(-most_tiles // MANY))
-    return max(1, full + num_sequences)
+    return max(1, min(WAVES * one_wave, -(-most_tiles // FEWEST)) + num_sequences)
 
 
 def plan_splits(
@@ -141,8 +151,10 @@ def plan_splits(
             MAX_QUERIES=max_queries,
             TILE_N=tile_n,
             FEWEST=FEWEST,
-            MANY=MANY,
             WAVES=WAVES,
+            START=START,
+            MERGE=MERGE,
+            WEIGHED=WEIGHED,
             SEQUENCES=max(16, power_of_two(S)),
             CHUNK=32,
         )

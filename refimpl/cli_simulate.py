@@ -74,7 +74,7 @@ def simulate(
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"the price is {price:g}; it must be a number of US dollars an hour, 0 or more")
     coming, source = _requests(workload, trace, requests, rate, arrivals, args.seed)
-    deployment = Deployment.of(model, hardware, tensor_parallel_size, dtype, kv_cache_dtype)
+    deployment = Deployment.of(model, hardware, tensor_parallel_size, args.quantization or dtype, kv_cache_dtype)
     simulation = Simulation(args, deployment, coming, price)
     show_bar = not as_json and sys.stderr.isatty()
     bar = tqdm(total=len(coming), desc="simulating", unit="request", leave=False, disable=not show_bar)

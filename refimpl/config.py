@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from refimpl.errors import ConfigError, UnknownOptionError
+from refimpl.model_config import ModelConfig as ModelConfig
 from refimpl.rope_config import RopeConfig as RopeConfig
 from refimpl.speculative_config import SpeculativeConfig
 
@@ -26,49 +27,8 @@ ONE_OF = {
     "preemption_mode": ("auto", "swap", "recompute"),
 }
 """Options that are one of a few names."""
+QUANTIZATIONS = ("fp8",)
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash_attn")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The numbers of one Llama-family model. Names are those of Hugging Face's ``config.json``."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...] = ()
-    """Every id that ends a text."""
-    bos_token_id: int | None = None
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the model, tied embeddings counted once."""
-        q_and_o = 2 * self.hidden_size * self.num_attention_heads * self.head_dim
-        k_and_v = 2 * self.hidden_size * self.num_key_value_heads * self.head_dim
-        layer = q_and_o + k_and_v + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * layer + embeddings + self.hidden_size
-
-    def context_limit(self, asked: int | None = None) -> int:
-        """Most tokens of a context, the stretch of its rotary embedding counted (:meth:`RopeConfig.context_limit`)."""
-        return self.rope.context_limit(self.max_position_embeddings, asked)
-
-    def for_context(self, length: int) -> ModelConfig:
-        """The model as it is built for contexts of at most ``length`` tokens."""
-        return dataclasses.replace(self, rope=self.rope.for_context(length))
-
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Bytes that the keys and values of one token take over all layers (Llama-3-70B in 16 bits: 327,680)."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
 
 
 @dataclass(frozen=True)
@@ -119,6 +79,9 @@ class EngineArgs:
     model: Any = _option("smollm2", "A folder or GGUF file, ORG/NAME on the Hub, 'tiny', or 'smollm2' (the default).")
     load_format: str = _option("auto", "auto (by the file) or dummy (random, seeded weights in the model's shape).")
     dtype: str = _option("auto", f"{', '.join(DTYPES)}. auto: bfloat16 where the device computes in it, else float16/32.")
+    quantization: str | None = _option(
+        None, "fp8: the layers' matrices in FP8, quantised as they are loaded; default: all weights in dtype."
+    )
     device: str = _option("auto", "auto, cpu or cuda (cuda:1, …).")
     seed: int = _option(0, "Mixed with the arrival number of each request that has no seed of its own.")
     block_size: int = _option(16, "Token slots in one block of the KV cache.")
@@ -197,6 +160,10 @@ class EngineArgs:
         for name, allowed in ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization is {self.quantization!r}; it must be {', '.join(QUANTIZATIONS)}, or None (weights in dtype)"
+            )
         if self.logits_hook is not None and not callable(self.logits_hook):
             raise ConfigError(f"logits_hook is {self.logits_hook!r}; it must be None or a callable (token_ids, logits)")
         object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))

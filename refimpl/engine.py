@@ -60,10 +60,9 @@ class Engine:
         policy = choose_policy(args.scheduling_policy)
         check_parts(args)
         checkpoint = open_checkpoint(args.model)
-        self.model_config = checkpoint.config
+        self.model_config, self.tokenizer = checkpoint.config, checkpoint.tokenizer()
         model_limit = self.model_config.context_limit(args.max_model_len)
         overlap = args.overlaps(resolve_device(args.device).type == "cuda")
-        self.tokenizer = checkpoint.tokenizer()
         executor: Executor = LocalExecutor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
         self._executor = executor
         weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
@@ -86,9 +85,9 @@ class Engine:
         """Where who watches may hold the engine between two steps."""
         self._lock = EngineLock()
         self._loop = StepLoop(self.scheduler, self._executor, self._recorder, depth=int(overlap))
+        self.due_in = self._loop.pace.due_in  # seconds for which the next step can wait: who comes meanwhile is in it
         self._kept: list[RequestOutput] = []
-        self._book = RequestBook()
-        self._closed = False
+        self._book, self._closed = RequestBook(), False
         self.num_aborted = 0  # requests, since the engine began
 
     # ------------------------------------------------------------------ requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from refimpl.recorder import PlanTime, Recorder
 from refimpl.request import Sequence
 from refimpl.scheduler import Scheduler, StepUpdate
+from refimpl.step_pace import StepPace
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class StepLoop:
         self.executor = executor
         self.recorder = recorder
         self.depth = depth
+        self.pace = StepPace()
+        """Says how long planning the next step can wait."""
         self._in_flight: deque[_InFlight] = deque()
         self._news: list[Sequence] = []
 
@@ -57,6 +61,7 @@ class StepLoop:
             PolicyError: the policy gave an answer that cannot be followed; what ran ends with an error.
 
         """
+        began = time.perf_counter()
         try:
             scheduler_output = self.scheduler.schedule()
         except Exception as error:  # rows that were planned before it are counted as computed, and never will be
@@ -71,6 +76,7 @@ class StepLoop:
         else:
             future = self.executor.submit(scheduler_output)
             self._in_flight.append(_InFlight(scheduler_output, future, planned))
+            self.pace.ordered(began, scheduler_output.batch)
             if len(self._in_flight) <= self.depth:
                 return
             self._take_in_oldest()
@@ -100,14 +106,17 @@ class StepLoop:
         try:
             runner_output = oldest.future.result()
         except Exception as error:
+            self.pace.came_back()
             self._fail(oldest, error)
             return
         except BaseException as error:  # Ctrl-C: either this wait was interrupted, or the step itself
             if oldest.future.done():
+                self.pace.came_back()
                 self._fail(oldest, error)
             else:
                 self._in_flight.appendleft(oldest)
             raise
+        self.pace.came_back()
         update = self.scheduler.update(oldest.scheduler_output, runner_output)
         self._news += update.advanced
         self.recorder.record(oldest.scheduler_output, update, oldest.planned)

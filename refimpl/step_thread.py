@@ -171,10 +171,12 @@ class StepThread:
                     self._serve()
                     busy = self.engine.has_unfinished_requests()
                     self._tell_aborted()
-                    if busy:
-                        self._step()
-                    else:
+                    if not busy:
                         self._sleep()
+                    elif (wait := self.engine.due_in()) > 0:
+                        self._sleep(wait)
+                    else:
+                        self._step()
                 except Exception as error:
                     self._fail_all(error)
         except _Closing:
@@ -193,10 +195,10 @@ class StepThread:
             self._watchdog.end()
         self._deliver(outputs)
 
-    def _sleep(self) -> None:
+    def _sleep(self, seconds: float | None = None) -> None:
+        """Until there is a command, or the seconds are over."""
         with self._changed:
-            while not self._commands and not self._closing:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._commands or self._closing, seconds)
 
     def _serve(self) -> None:
         """Run the commands that wait now; those that come meanwhile wait for the next turn."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from refimpl.bench import (
     batching,
@@ -224,6 +225,19 @@ def test_offline_requests_are_those_that_were_measured_of_vllm():
     requests = {name: offline.requests_of(name) for name in offline.WORKLOADS}
     assert workload_hash(requests) == "15906bf4c41ebc7a"
     assert [sum(output for _, output in listed) for listed in requests.values()] == [256, 16_384, 34_887, 137_056]
+
+
+def test_a_quantised_shape_is_kept_apart_and_held_against_its_own_bounds(monkeypatch):
+    assert offline.topic_of("llama-3-8b", None) == "offline"
+    assert offline.topic_of("llama-3-70b", "fp8") == "offline_llama_3_70b_fp8"
+    assert {offline.topic_of(shape, "fp8") for shape in offline.FP8_ON_H200} <= set(report.TABLES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    rows = {name: {"output_tokens_per_second": 52.0} for name in ("decode-1", "decode-64", "decode-7")}
+    checks = offline.checks_of("llama-3-70b", "fp8", rows)
+    assert [(check.name, check.ok) for check in checks] == [("decode1_70b_fp8", True), ("decode64_70b_fp8", False)]
+    assert [check.name for check in offline.checks_of("llama-3-8b", None, rows)] == ["decode1_8b", "decode64_8b"]
+    assert offline.checks_of("llama-3-70b", None, rows) == []
 
 
 @pytest.mark.parametrize("name", ["decode", "decode-0", "decode-x", "mixed-", "burst-4"])

@@ -20,6 +20,7 @@ LAYERS = [
         "errors",
         "shapes",
         "rope_config",
+        "model_config",
         "speculative_config",
         "field_checks",
         "beam_params",
@@ -42,7 +43,7 @@ LAYERS = [
     {"models", "loading"},
     {"sampling", "speculative"},
     # Executors, and what drives any of them: the loop of steps, and who writes down what happened.
-    {"executor", "step_loop", "recorder", "simulate", "parallel"},
+    {"executor", "step_loop", "step_pace", "recorder", "simulate", "parallel"},
     # The engine and its own helpers.
     {
         "engine",

@@ -97,3 +97,22 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, metadata: AttentionMetadata) -> AttentionStep:
         """Work out what all layers of a step share."""
+
+
+@runtime_checkable
+class RecordsPrompts(Protocol):
+    """A backend whose steps with prompts a CUDA graph may hold: their attention is cut into tiles by the host beforehand."""
+
+    prompts_on_device: bool
+    """Whether it does so on this device."""
+
+    def queries_a_tile(self, head_dim: int, dtype: torch.dtype) -> int:
+        """New tokens of a sequence that are a tile."""
+
+    def cut_prompts(
+        self, head_dim: int, dtype: torch.dtype, query_lens: list[int], context_lens: list[int]
+    ) -> list[tuple[int, int]]:
+        """(sequence, first new token) of each tile, of the sequences with more than one new token."""
+
+    def begin_recorded(self, metadata: AttentionMetadata, tiles: Int[Tensor, "tiles 2"]) -> AttentionStep:
+        """A step of which the host knows bounds alone. Tiles of a sequence without new tokens write nothing."""

@@ -53,7 +53,9 @@ def _with_kvcache_3(library: Any, query: Tensor, layer_kv: LayerKV, step: Attent
     )
 
 
-def _varlen_vllm(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float) -> Any:
+def _varlen_vllm(
+    library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float, **planned: Any
+) -> Any:
     return library.flash_attn_varlen_func(
         query,
         layer_kv.k,
@@ -66,6 +68,7 @@ def _varlen_vllm(library: Any, query: Tensor, layer_kv: LayerKV, step: Attention
         causal=True,
         block_table=step.block_table,
         fa_version=3,
+        **planned,
     )
 
 
@@ -123,7 +126,8 @@ class Interface:
     least: int
     below: int
     """Compute capabilities that it runs on, from ``least`` to under ``below``."""
-    call: Callable[[Any, Tensor, LayerKV, AttentionMetadata, float], Any]
+    call: Callable[..., Any]
+    """Takes the library, queries, a layer's cache, the step and the scale; by name what was planned, where that can be."""
 
 
 INTERFACES = (

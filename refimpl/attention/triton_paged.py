@@ -23,7 +23,7 @@ from refimpl.attention.backend import LEAST_FOR_PREFILL, AttentionMetadata
 from refimpl.attention.torch_paged import TorchPagedAttention, TorchPagedStep
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.kernels.attention_tiles import Target, target_of
-from refimpl.kernels.flash_attention import flash_attention, plan_prefill
+from refimpl.kernels.flash_attention import cut_queries, flash_attention, plan_prefill, prefill_tiles
 from refimpl.kernels.kv_write import turn_and_write_kv, write_kv
 from refimpl.kernels.launch import power_of_two
 from refimpl.kernels.paged_attention import MAX_QUERIES, paged_attention, plan_decode
@@ -35,20 +35,28 @@ class TritonPagedStep:
     """One step, ready for every layer. What depends on the heads is planned in the first layer."""
 
     def __init__(
-        self, metadata: AttentionMetadata, softmax_scale: float, target: Target, torch_backend: TorchPagedAttention
+        self,
+        metadata: AttentionMetadata,
+        softmax_scale: float,
+        target: Target,
+        torch_backend: TorchPagedAttention,
+        tiles: Int[Tensor, "tiles 2"] | None = None,
     ) -> None:
         self._metadata = metadata
         self._scale = softmax_scale
         self._target = target
+        self._by_torch: tuple[Int[Tensor, "rows"], TorchPagedStep] | None = None
+        self._splits: SplitPlan | None = None
+        self._tiles = tiles
+        if tiles is not None:  # who has more than one query is in them
+            self._decode_queries, self._prefills = 1, [0]
+            return
         decodes = [n for n in metadata.query_lens if n <= MAX_QUERIES]
         # A power of two, so that few kernels are compiled.
         self._decode_queries = power_of_two(max(decodes)) if any(decodes) else 0
         self._prefills = [s for s, n in enumerate(metadata.query_lens) if n > MAX_QUERIES]
-        self._by_torch: tuple[Int[Tensor, "rows"], TorchPagedStep] | None = None
         if self._prefills and target.capability < LEAST_FOR_PREFILL:
             self._by_torch = _part_for_torch(metadata, self._prefills, torch_backend)
-        self._splits: SplitPlan | None = None
-        self._tiles: Int[Tensor, "tiles 2"] | None = None
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in their slots. Mutates ``layer_kv``."""
@@ -147,3 +155,22 @@ class TritonPagedAttention:
     def begin_step(self, metadata: AttentionMetadata) -> TritonPagedStep:
         """Sort a step's sequences by the kernel that serves them."""
         return TritonPagedStep(metadata, self._scale, self._target, self._torch)
+
+    @property
+    def prompts_on_device(self) -> bool:
+        """Whether the same holds of steps with prompts, once their tiles are cut (:class:`RecordsPrompts`)."""
+        return self._target.capability >= LEAST_FOR_PREFILL
+
+    def queries_a_tile(self, head_dim: int, dtype: torch.dtype) -> int:
+        """New tokens of a sequence that one program takes."""
+        return prefill_tiles(self._target.capability, head_dim, dtype).tile_m
+
+    def cut_prompts(
+        self, head_dim: int, dtype: torch.dtype, query_lens: list[int], context_lens: list[int]
+    ) -> list[tuple[int, int]]:
+        """(sequence, first query) of each tile, of the sequences with more than one query."""
+        return cut_queries(query_lens, context_lens, 1, self.queries_a_tile(head_dim, dtype))
+
+    def begin_recorded(self, metadata: AttentionMetadata, tiles: Int[Tensor, "tiles 2"]) -> TritonPagedStep:
+        """A step of which the host knows bounds alone: single queries are planned on the device, others are in ``tiles``."""
+        return TritonPagedStep(metadata, self._scale, self._target, self._torch, tiles)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from refimpl.bench.speculation_command import speculation
+from refimpl.bench import gpu_commands as gpu_commands  # adds commands of its own
+from refimpl.bench import speculation_command as speculation_command
+from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save
+from refimpl.bench.app import bench as bench
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
-
-bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
-bench.command()(speculation)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")]
-Save = Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")]
 
 
 @bench.command()
@@ -108,10 +104,6 @@ Dtypes = Annotated[str, typer.Option(help="Dtypes to measure, by commas. --dtype
 Compare = Annotated[str, typer.Option(help="transformers, in the setting that is fastest here, or none.")]
 ComparePython = Annotated[
     Path | None, typer.Option(help="The Python of an environment with vLLM's CPU build, which is then compared as well.")
-]
-MaxMinutes = Annotated[
-    float | None,
-    typer.Option(help="For everything. Rows that take too long are made smaller, or left out; the result says so."),
 ]
 
 
@@ -251,9 +243,7 @@ def swap(
     lengths: Annotated[str, typer.Option(help="Tokens of the victims, rising, by commas.")] = "64,128,256,512,1024",
     others: Annotated[int, typer.Option(help="Requests that decode beside the longest victim.")] = 8,
     repeats: Annotated[int, typer.Option(help="Preemptions of each kind and length.")] = 5,
-    model_config: Annotated[
-        str | None, typer.Option(help="With random weights: llama-3-8b, llama-3-70b, or a folder with a config.json.")
-    ] = None,
+    model_config: ModelConfig = None,
     timeline: Annotated[
         Path | None,
         typer.Option(help="Write the event log of the swaps beside others here (.jsonl, .jsonl.gz), for widgets."),
@@ -290,45 +280,6 @@ def beam(
     from refimpl.bench.result import report_result
 
     report_result(run(engine_options, width, prompt, output, repeats), as_json, save)
-
-
-@bench.command()
-def kernels(
-    names: Annotated[list[str] | None, typer.Argument(help="Kernels to measure; all, if none is named.")] = None,
-    *,
-    repeats: Annotated[int, typer.Option(help="Replays of which the median is taken.")] = 20,
-    as_json: AsJson = False,
-    save: Save = None,
-) -> None:
-    """Every GPU kernel: microseconds, bytes, and its share of the ceiling measured in the same run. Needs a GPU."""
-    from refimpl.bench.kernels import run
-    from refimpl.bench.result import report_result
-
-    report_result(run(names or (), repeats=repeats), as_json, save)
-
-
-@bench.command()
-@with_engine_options
-def gpu(
-    *,
-    model_config: Annotated[str, typer.Option(help="The shape: llama-3-8b, llama-3-70b, or a folder.")] = "llama-3-8b",
-    as_json: AsJson = False,
-    save: Save = None,
-    engine_options: dict[str, Any],
-) -> None:
-    """All results of a GPU: every kernel, then a shape's output tokens a second as `throughput` measures them."""
-    from refimpl.bench import kernels as every_kernel
-    from refimpl.bench import offline
-    from refimpl.bench.result import report_result
-
-    failed = False
-    for measure in (partial(every_kernel.run, ()), partial(offline.run, engine_options, model_config)):
-        try:
-            report_result(measure(), as_json, save)
-        except SystemExit:  # a check failed; the other result is wanted all the same
-            failed = True
-    if failed:
-        sys.exit(1)
 
 
 @bench.command()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from refimpl.bench.result import Check, Result, check, setting, workload_hash
+from refimpl.bench.kernel_checks import MOVED, MOVERS, checks_of
+from refimpl.bench.peer_attention import ATTENTION, FlashAttentionPeer
+from refimpl.bench.result import Result, setting, workload_hash
 from refimpl.errors import ConfigError
 from refimpl.kernels import spec as registry
 from refimpl.kernels.spec import Case, KernelSpec, Shape
@@ -30,15 +33,13 @@ MOST_BYTES = 16 * GIB
 """That the copies may take."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The first of them that a kernel takes, and the device computes in, is measured."""
-LARGE = 10**9
-"""Bytes from which on a launch is long enough to be held against the ceiling alone."""
 
 
-def run(names: Sequence[str] = (), repeats: int = 20) -> Result:
-    """Measure the named kernels, or all, on the first GPU.
+def run(names: Sequence[str] = (), repeats: int = 20, compare: bool = False) -> Result:
+    """Measure the named kernels, or all, on the first GPU; with ``compare`` FlashAttention beside those of attention.
 
     Raises:
-        ConfigError: there is no GPU, no triton, or no kernel of a name.
+        ConfigError: there is no GPU, no triton, no kernel of a name, or no FlashAttention to compare with.
 
     """
     if not torch.cuda.is_available():
@@ -47,10 +48,11 @@ def run(names: Sequence[str] = (), repeats: int = 20) -> Result:
         )
     device = torch.device("cuda", 0)
     specs = [registry.get(name) for name in names or registry.names()]
+    peer = FlashAttentionPeer(device) if compare else None
     ceilings = measure_ceilings(device, repeats)
-    work = [(spec, shape) for spec in specs for shape in spec.device_shapes]
+    work = [(spec, shape) for spec in specs for shape in (*spec.device_shapes, *spec.timed_shapes)]
     rows = [
-        measure(spec, shape, device, repeats, ceilings)
+        measure(spec, shape, device, repeats, ceilings, peer)
         for spec, shape in tqdm(work, desc="kernels", unit="shape", leave=False)
     ]
     return Result(
@@ -64,26 +66,30 @@ def run(names: Sequence[str] = (), repeats: int = 20) -> Result:
             workload_hash=workload_hash([(spec.name, dict(shape)) for spec, shape in work]),
             tokens_produced=0,
         ),
-        results={"ceilings": ceilings, "kernels": rows},
+        results={"ceilings": ceilings, "peer": peer.title if peer else "none", "kernels": rows},
         checks=checks_of(rows),
     )
 
 
-def checks_of(rows: list[dict[str, Any]]) -> list[Check]:
-    """Decode attention over keys and values of at least a gigabyte, which nothing but the memory should hold up."""
-    shares = [row["share"] for row in rows if row["kernel"] == "paged_attention" and row["bytes"] >= LARGE]
-    return [check("decode_attention_share", min(shares), ">=", 0.9)] if shares else []
-
-
 def measure(
-    spec: KernelSpec, shape: Shape, device: torch.device, repeats: int, ceilings: dict[str, float]
+    spec: KernelSpec,
+    shape: Shape,
+    device: torch.device,
+    repeats: int,
+    ceilings: dict[str, float],
+    peer: FlashAttentionPeer | None = None,
 ) -> dict[str, Any]:
-    """The figures of one kernel at one shape."""
+    """The figures of one kernel at one shape, and the peer's beside those of attention."""
     native = torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = next(one for one in DTYPES if one in spec.tolerance and (native or one != torch.bfloat16))
+    moved, flops = spec.bytes_moved(shape, dtype), spec.flops(shape, dtype)
     copies = cold_copies(spec, shape, dtype, device)
     microseconds = time_launches([_launching(spec, case) for case in copies], repeats)
-    moved, flops = spec.bytes_moved(shape, dtype), spec.flops(shape, dtype)
+    beside = {}
+    if spec.name in MOVERS and moved >= MOVED:
+        beside["copy_microseconds"] = time_copies(moved, len(copies), device, repeats)
+    if peer and spec.name in ATTENTION and peer.takes(copies[0]):
+        beside["peer_microseconds"] = time_launches([peer.launching(case) for case in copies], repeats)
     bound = max(moved / ceilings["bytes_per_second"], flops / ceilings["flops_per_second"]) * 1e6
     return {
         "kernel": spec.name,
@@ -95,7 +101,7 @@ def measure(
         "bound_microseconds": bound,
         "share": bound / microseconds,
         "cold": len(copies) * moved >= 2 * _cache_bytes(device),
-    }
+    } | beside
 
 
 def _launching(spec: KernelSpec, case: Case) -> Callable[[], Any]:
@@ -141,6 +147,12 @@ def time_launches(launches: Sequence[Callable[[], Any]], repeats: int) -> float:
         if turn >= 3:
             times.append(start.elapsed_time(end))
     return float(statistics.median(times)) * 1e3 / (rounds * len(launches))
+
+
+def time_copies(size: int, copies: int, device: torch.device, repeats: int) -> float:
+    """Microseconds of reading and writing ``size`` bytes in all, by a kernel that only copies; in turn so many pairs."""
+    pairs = [[torch.ones(size // 8, device=device) for _ in range(2)] for _ in range(max(2, copies))]
+    return time_launches([partial(torch.mul, source, 1.0, out=target) for source, target in pairs], repeats)
 
 
 def measure_ceilings(device: torch.device, repeats: int) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""What the simulator is held against: vLLM 0.23.0 on one H200, measured on 2026-11-30, random weights, greedy sampling.
+"""What the simulator and ``refimpl bench serve-sim`` are held against: vLLM 0.23.0 on one H200, measured on 2026-11-30.
 
-Settings: 16,384 batched tokens, 1,024 sequences, blocks of 16, asynchronous scheduling, no prefix caching, answers of
-given lengths. ``decode-N`` is N prompts of 512 tokens and 256 output tokens each, ``prefill-N`` the same with one,
-``mixed-N`` N requests of 64 to 1,024 and 16 to 512, all at once; ``poisson-R`` are such requests, R a second for 20 seconds.
-Seconds are medians of 2 to 5 runs of the whole set; the Poisson sets ran once.
+Settings: random weights, greedy sampling, 16,384 batched tokens, 1,024 sequences, blocks of 16, asynchronous scheduling, no
+prefix caching, answers of given lengths. ``decode-N`` is N prompts of 512 tokens and 256 output tokens each, ``prefill-N``
+the same with one, ``mixed-N`` N requests of 64 to 1,024 and 16 to 512, all at once; ``poisson-R`` are such requests, R a
+second for 20 seconds. Seconds are medians of 2 to 5 runs of the whole set; the Poisson sets ran once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from refimpl.bench.arrivals import arrival_times
 from refimpl.simulate import TraceRequest
 
 SEED = 20_240_611
@@ -34,12 +35,14 @@ class Run:
 
 @dataclass(frozen=True)
 class PoissonRun:
-    """A set with arrivals: medians in seconds, and the 99th percentile of the time to the first token."""
+    """A set with arrivals. Seconds; of each figure the 50th, 90th and 99th percentile over the requests."""
 
     rate: int
-    ttft_p50: float
-    ttft_p99: float
-    tpot_p50: float
+    requests: int
+    output_tokens_per_second: float
+    ttft: tuple[float, float, float]
+    tpot: tuple[float, float, float]
+    widest_gap: tuple[float, float, float]
 
 
 RUNS = (
@@ -66,11 +69,11 @@ RUNS = (
     Run("llama-3-70b", "fp8", 11_478, "mixed-128", 24.69),
 )
 POISSON_RUNS = (
-    PoissonRun(10, 26.1e-3, 52.1e-3, 6.2e-3),
-    PoissonRun(20, 29.8e-3, 74.1e-3, 7.8e-3),
-    PoissonRun(30, 41.6e-3, 90.9e-3, 11.9e-3),
+    PoissonRun(10, 196, 2385, (26.1e-3, 34.1e-3, 52.1e-3), (6.2e-3, 6.6e-3, 7.5e-3), (25.1e-3, 28.5e-3, 30.6e-3)),
+    PoissonRun(20, 389, 4572, (29.8e-3, 45.5e-3, 74.1e-3), (7.8e-3, 8.5e-3, 9.8e-3), (30.3e-3, 41.6e-3, 41.6e-3)),
+    PoissonRun(30, 580, 6734, (41.6e-3, 68.1e-3, 90.9e-3), (11.9e-3, 14.4e-3, 17.0e-3), (43.9e-3, 57.1e-3, 57.1e-3)),
 )
-"""Of Llama-3-8B in bfloat16, as the first runs."""
+"""Of Llama-3-8B in bfloat16, as the first runs; the engine was stepped in a loop, requests being added between steps."""
 
 
 def requests(workload: str) -> list[TraceRequest]:
@@ -89,10 +92,4 @@ def _mixed(index: int, arrival: float = 0.0) -> TraceRequest:
 
 
 def _poisson(rate: float) -> list[TraceRequest]:
-    rng = random.Random(SEED)  # noqa: S311 - a workload, no secret
-    listed: list[TraceRequest] = []
-    at = rng.expovariate(rate)
-    while at <= SECONDS:
-        listed.append(_mixed(len(listed), at))
-        at += rng.expovariate(rate)
-    return listed
+    return [_mixed(index, at) for index, at in enumerate(arrival_times(rate, SECONDS, SEED))]

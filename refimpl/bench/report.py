@@ -13,9 +13,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from refimpl.bench.report_serving import idle_table, serve_sim_table, startup_table
 from refimpl.bench.report_speculation import speculation_table
 from refimpl.errors import RefimplError
 
+COMMANDS = {
+    "offline": "throughput --model-config llama-3-8b",
+    "serve_sim": "serve-sim --model-config llama-3-8b",
+    "startup": "startup --model-config llama-3-8b",
+    "idle": "idle --model-config llama-3-8b",
+    "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
+    "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
+    "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
+}
+"""What measures a topic, where it is not a command of its name."""
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
@@ -233,13 +244,18 @@ def _offline(result: dict[str, Any]) -> str:
 
 def _kernels(result: dict[str, Any]) -> str:
     ceilings = result["results"]["ceilings"]
-    head = "| kernel | shape | dtype | µs | MB | share of the ceiling |\n|---|---|---|---|---|---|\n"
+    measured = result["results"]["kernels"]
+    peer = result["results"].get("peer", "none")
+    beside = f" {peer}, µs |" if peer != "none" else ""
+    head = f"| kernel | shape | dtype | µs | MB | share of the ceiling |{beside}\n|---|---|---|---|---|---|"
+    head += "---|\n" if beside else "\n"
     rows = ""
-    for row in result["results"]["kernels"]:
+    for row in measured:
         shape = ", ".join(f"{axis} {size:,}" for axis, size in row["shape"].items())
         warm = "" if row["cold"] else " (from the cache)"
         rows += f"| {row['kernel']} | {shape} | {row['dtype']} | {row['microseconds']:,.1f} | {row['bytes'] / 1e6:,.2f} | "
-        rows += f"{row['share']:.0%}{warm} |\n"
+        theirs = f"{row['peer_microseconds']:,.1f}" if "peer_microseconds" in row else ""
+        rows += f"{row['share']:.0%}{warm} |" + (f" {theirs} |\n" if beside else "\n")
     told = (
         f"\nCeilings of this run: {ceilings['read_bytes_per_second'] / 1e12:.2f} TB/s read, "
         f"{ceilings['copy_bytes_per_second'] / 1e12:.2f} TB/s copied, {ceilings['flops_per_second'] / 1e12:,.0f} TFLOP/s in "
@@ -274,16 +290,6 @@ def _widgets(result: dict[str, Any]) -> str:
     return f"| {result['setting']['workload']} | |\n|---|---|\n{table}{caption(result)}"
 
 
-def _speculation(result: dict[str, Any]) -> str:
-    return speculation_table(result) + caption(result)
-
-
-COMMANDS = {
-    "offline": "throughput --model-config llama-3-8b",
-    "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
-}
-"""What measures a topic, where that is not its name."""
-
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": _recompute,
     "sharing": _sharing,
@@ -296,9 +302,14 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "swap": _swap,
     "beam": _beam,
     "widgets": _widgets,
+    "offline_llama_3_8b_fp8": _offline,
+    "offline_llama_3_70b_fp8": _offline,
     "kernels": _kernels,
     "offline": _offline,
-    "speculation": _speculation,
-    "speculation_shape": _speculation,
+    "speculation": lambda result: speculation_table(result) + caption(result),
+    "speculation_shape": lambda result: speculation_table(result) + caption(result),
+    "serve_sim": lambda result: serve_sim_table(result) + caption(result),
+    "startup": lambda result: startup_table(result) + caption(result),
+    "idle": lambda result: idle_table(result) + caption(result),
 }
 """How each topic's result becomes a Markdown table."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from refimpl.bench.app import AsJson, Save, bench
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 
 
+@bench.command()
 @with_engine_options
 def speculation(
     *,
@@ -34,8 +35,8 @@ def speculation(
     acceptance: Annotated[float, typer.Option(help="Of a shape: the probability that a draft is accepted.")] = 0.75,
     scale: Annotated[float, typer.Option(help="Shrink output lengths by this, for a quick look.")] = 1.0,
     max_minutes: Annotated[float | None, typer.Option(help="For everything; rows that have no time left say so.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")] = None,
+    as_json: AsJson = False,
+    save: Save = None,
     engine_options: dict[str, Any],
 ) -> None:
     """Speculative decoding beside none, measured and predicted: n-grams, a trained head, draft models of a shape."""

@@ -17,14 +17,12 @@ from typing import Any
 
 from refimpl.bench.result import Check, Result, check, setting, workload_hash
 from refimpl.bench.sides import prompt, spread
+from refimpl.bench.subject import model_or_shape
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import ConfigError, RefimplError
 from refimpl.events import EventLog
-from refimpl.loading.checkpoint import open_checkpoint
-from refimpl.loading.dummy import ShapeCheckpoint
 from refimpl.sampling_params import SamplingParams
-from refimpl.simulate.models import find_model
 
 MODES = ("swap", "recompute")
 STEADY = 3
@@ -49,11 +47,9 @@ def run(
         raise ConfigError(
             f"lengths, others and repeats must be 1 or more, and lengths must rise; they are {lengths}, {others}, {repeats}"
         )
-    if model_config is not None:
-        shape = ShapeCheckpoint(model_config, find_model(model_config))
-        engine_options = engine_options | {"model": shape, "load_format": "dummy"}
+    engine_options, checkpoint = model_or_shape(engine_options, model_config)
     engine = _engine(engine_options, max(lengths), others, repeats)
-    costs, checkpoint = engine.scheduler.costs, open_checkpoint(engine_options["model"])
+    costs = engine.scheduler.costs
     assert costs is not None, "there is a swap space, and the mode is auto"
     vocab_size = checkpoint.config.vocab_size
     rows = [_alone(engine, prompt(length, 0, vocab_size), repeats) for length in lengths]

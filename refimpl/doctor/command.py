@@ -28,6 +28,7 @@ def doctor(
     as_json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")] = False,
     device: Annotated[str, typer.Option(help="As of generate.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As of generate.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As of generate.")] = None,
 ) -> None:
     """What this machine has, what the engine would do on it and why, and what to do about what is missing.
 
@@ -35,7 +36,7 @@ def doctor(
     """
     from rich.console import Console
 
-    args = EngineArgs(model=model, device=device, dtype=dtype)
+    args = EngineArgs(model=model, device=device, dtype=dtype, quantization=quantization)
     findings = examine(args)
     if lab:
         from refimpl.doctor.lab_check import check_lab, for_a_lab

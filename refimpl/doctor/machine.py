@@ -15,6 +15,7 @@ from refimpl.errors import ConfigError
 from refimpl.executor.device import choose_device, choose_dtype, cpu_flags, free_host_memory
 from refimpl.executor.serving import who_serves
 from refimpl.loading.pull import cache_folder
+from refimpl.quantization.choose import choose_method
 
 SHOWN_FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 """CPU flags that matter to how fast matrices are multiplied."""
@@ -107,11 +108,12 @@ def check_choices(args: EngineArgs) -> tuple[list[Finding], Any, Any]:
         findings.append(Finding("choices", "device", str(device), advice=reason))
         dtype, reason = choose_dtype(args.dtype, device)
         findings.append(Finding("choices", "dtype", str(dtype).removeprefix("torch."), advice=reason))
+        choose_method(args.quantization, device)
     except ConfigError as error:
-        findings.append(Finding("choices", "device and dtype", "none", "error", str(error)))
+        findings.append(Finding("choices", "device, dtype and quantization", "none", "error", str(error)))
     known = {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
     setting = Setting(head_dim=0, block_size=args.block_size, **known)  # the model, and so its head size, is not looked at
     name, reason = backend_choice(args.attention_backend, setting)
     findings.append(Finding("choices", "attention", name, advice=reason))
-    served = who_serves(args.attention_backend, setting, args.enforce_eager, args.step_limits()[0])
+    served = who_serves(args, setting)
     return [*findings, *(Finding("choices", one.operation, one.by, advice=one.why) for one in served)], device, dtype

@@ -8,9 +8,6 @@ Here that is little, since a running sequence's tokens and block table already l
     graph     token_ids[slot, context − 1] ─► model over the paged cache ─► hidden [R, H]
                     └ positions, slots in the cache, block tables, lengths: worked out from the three, inside
 
-With drafts a row has more tokens than one, up to K + 1 of a check, and a graph is recorded for that number too. A row that
-has fewer is padded: it computes tokens that nobody wrote, and writes none of them.
-
 Graphs are recorded for a few numbers of rows (:func:`graph_sizes`), and a step takes the next larger one. Rows that nobody
 needs have a context of 0: their key and value are not written, their attention reads no block, their hidden state is not
 looked at. All graphs share one pool of memory for what lies between their kernels, since only one runs at a time; the
@@ -25,8 +22,9 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -41,10 +39,6 @@ from refimpl.models.llama import LlamaForCausalLM
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 """Numbers of rows that graphs are recorded for. Over evenly spread batches under 4% of the rows are padding."""
-
-
-CHECK_SIZES = [1, 2, 4, 8, 16, 32, 64]
-"""Numbers of rows for graphs of several tokens a row: with more rows drafts seldom pay."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -138,55 +132,36 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class DecodeGraphs:
-    """Recordings of one decode step for each of ``sizes``, which rise; and of ``check_sizes`` for each of ``num_tokens``."""
+class Step(Protocol):
+    """What is recorded: work of the device alone, on numbers at a fixed place."""
 
-    def __init__(
-        self, step: DecodeStep, sizes: list[int], num_tokens: Sequence[int] = (), check_sizes: Sequence[int] = ()
-    ) -> None:
+    device: torch.device
+
+    def forward(self, size: int) -> Tensor:
+        """Compute the step for a size; the result."""
+
+
+StepT = TypeVar("StepT", bound=Step)
+
+
+class Recordings(Generic[StepT]):
+    """Recordings of one step for each of ``sizes``, which rise. Others that share their ``pool`` run at other times."""
+
+    def __init__(self, step: StepT, sizes: list[int], pool: Any = None) -> None:
         self._process = os.getpid()
-        self._step = step
+        self.step = step
         self.sizes = sizes
-        self.num_tokens, self.check_sizes = sorted(num_tokens), sorted(check_sizes)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         gc.collect()  # an engine that is collected during a recording would ask the GPU to wait, which ends the recording
         for size in reversed(sizes):
             self.record(size)
-        for size in reversed(self.check_sizes):
-            for several in reversed(self.num_tokens):
-                self.record(size, several)
 
-    def serves(self, inputs: StepInputs) -> bool:
-        """Whether a step is one of decodes alone (or of last tokens of prompts), and not too large."""
-        return inputs.one_token_each and len(inputs.row_slots) <= self.sizes[-1]
-
-    def serves_several(self, befores: np.ndarray, num_tokens: int) -> bool:
-        """Whether there is one for so many tokens of each row; ``befores`` are the rows' tokens before them."""
-        if not self.check_sizes or len(befores) > self.check_sizes[-1] or num_tokens > self.num_tokens[-1]:
-            return False
-        return int(befores.max()) + self._recorded_tokens(num_tokens) <= self._step.longest
-
-    def _recorded_tokens(self, num_tokens: int) -> int:
-        return self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
-
-    def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
-        """Hidden states of the rows' last tokens. The next replay, of any size, may overwrite them."""
-        self._step.write(slots, contexts)
-        return self._replay(self.sizes[bisect.bisect_left(self.sizes, len(slots))], 1)[: len(slots)]
-
-    def replay_several(self, slots: np.ndarray, contexts: np.ndarray, counts: np.ndarray) -> Float[Tensor, "S several H"]:
-        """The same of ``counts`` tokens of each row, and of more, which mean nothing."""
-        self._step.write(slots, contexts, counts)
-        size = self.check_sizes[bisect.bisect_left(self.check_sizes, len(slots))]
-        hidden = self._replay(size, self._recorded_tokens(int(counts.max())))
-        several: Tensor = hidden.unflatten(0, (size, -1))
-        return several[: len(slots)]
-
-    def _replay(self, size: int, num_tokens: int) -> Float[Tensor, "T H"]:
-        graph, hidden = self._graphs[size, num_tokens]
+    def run(self, place: int) -> Tensor:
+        """Replay the recording of one of the sizes, by its place among them; the result lies where it always does."""
+        graph, result = self._graphs[self.sizes[place]]
         graph.replay()
-        return hidden
+        return result
 
     def release(self) -> None:
         """Give the memory back that lies between the kernels."""
@@ -194,26 +169,39 @@ class DecodeGraphs:
             graph.reset()
         self._graphs = {}
 
-    def record(self, size: int, num_tokens: int = 1) -> None:
-        """Record the step for so many rows, of so many tokens each."""
+    def record(self, size: int) -> None:
+        """Record the step for so many rows."""
         with _recording, _no_collection():
-            self._record(size, num_tokens)
+            self._record(size)
 
-    def _record(self, size: int, num_tokens: int) -> None:
+    def _record(self, size: int) -> None:
         # Before it is recorded a kernel must be compiled and a library's workspace taken, which a recording cannot hold.
-        current, beside = torch.cuda.current_stream(self._step.device), _stream_beside(self._step.device)
+        current, beside = torch.cuda.current_stream(self.step.device), _stream_beside(self.step.device)
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
-            self._step.forward(size, num_tokens)
+            self.step.forward(size)
         current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # What other threads ask of the GPU meanwhile, as another engine does, is no part of this, and no mistake.
-        with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"):
-            hidden = self._step.forward(size, num_tokens)
-        self._graphs[size, num_tokens] = graph, hidden
+        with torch.cuda.graph(graph, pool=self.pool, stream=beside, capture_error_mode="thread_local"):
+            hidden = self.step.forward(size)
+        self._graphs[size] = graph, hidden
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         """In a child that was forked off, the graphs are its parent's: ending them there would be a warning each."""
         if getpid() != self._process:
             for graph, _ in self._graphs.values():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+
+
+class DecodeGraphs(Recordings[DecodeStep]):
+    """Recordings of one decode step for each of ``sizes``, numbers of rows."""
+
+    def serves(self, inputs: StepInputs) -> bool:
+        """Whether a step is one of decodes alone (or of last tokens of prompts), and not too large."""
+        return inputs.one_token_each and len(inputs.row_slots) <= self.sizes[-1]
+
+    def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
+        """Hidden states of the rows' last tokens. The next replay, of any size, may overwrite them."""
+        self.step.write(slots, contexts)
+        return self.run(bisect.bisect_left(self.sizes, len(slots)))[: len(slots)]

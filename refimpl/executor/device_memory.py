@@ -15,6 +15,7 @@ import msgspec
 from refimpl.config import GIB
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.memory import ENOUGH
+from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.memory_report import MemoryPart, SettingChange
 
 LOGITS_COPIES = 9
@@ -48,12 +49,17 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     of_this_process: int
     """The part of it that torch held for this process: other engines, and a notebook's tensors."""
     weights: int
+    weights_of_any_dtype: int = 0
+    """Of them, what is quantised, and would be the same in another dtype."""
+    weights_in_fp8: tuple[int, int] = (0, 0)
+    """Both with ``quantization="fp8"``; zeros where it is on already, or the device has none."""
     libraries: int = 0
     """Compiled kernels and the workspaces of libraries, once they have run."""
     activations: Grows = Grows()
     """Of a step, by its tokens."""
     graph_pool: Grows = Grows()
-    """What lies between the kernels of the largest CUDA graph, and its recording, by its rows."""
+    """What lies between the kernels of the largest CUDA graphs, and their recordings: that of a step with prompts, which is
+    fixed, and what one of decodes takes beside it, by its rows."""
     graph_each: int = 0
     """Of each further graph."""
     staging: int = 0
@@ -69,6 +75,9 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     laws_a_row: int = 1
     """Rows of logits of each sequence: one, and one for each draft."""
     graphs: bool = False
+    """Whether CUDA graphs of decodes are recorded."""
+    mixed_graphs: bool = False
+    """Whether the same are of steps with prompts."""
     measured: bool = True
     """Whether a step was run to see what it needs; it is not where options fix the cache's size."""
 
@@ -95,7 +104,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_graphs(self) -> int:
         """CUDA graphs that are recorded."""
-        return len(graph_sizes(self.max_num_seqs)) if self.graphs else 0
+        mixed = len(mixed_sizes(self.max_num_batched_tokens)) if self.mixed_graphs else 0
+        return len(graph_sizes(self.max_num_seqs)) + mixed if self.graphs else 0
 
     @property
     def graph_bytes(self) -> int:
@@ -193,6 +203,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
         yield f"block_size={2 * self.block_size}", self.in_blocks_of(2 * self.block_size)
         if self.bytes_per_value > 2:
             yield "dtype of 16 bits", self.in_16_bits()
+        if self.weights_in_fp8[0]:
+            yield "quantization=fp8", self.in_fp8()
 
     def with_(self, **settings: object) -> DeviceMemory:
         """The same engine with other settings."""
@@ -204,13 +216,20 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     def in_16_bits(self) -> DeviceMemory:
         """The same engine with weights, cache and activations of half or a quarter as many bytes."""
-        times = self.bytes_per_value // 2
+        times, quantised = self.bytes_per_value // 2, self.weights_of_any_dtype
+        fp8, fp8_quantised = self.weights_in_fp8
         return self.with_(
-            weights=self.weights // times,
+            weights=quantised + (self.weights - quantised) // times,
+            weights_in_fp8=(fp8_quantised + (fp8 - fp8_quantised) // times, fp8_quantised),
             block_bytes=self.block_bytes // times,
             activations=Grows(self.activations.fixed / times, self.activations.each / times),
             bytes_per_value=2,
         )
+
+    def in_fp8(self) -> DeviceMemory:
+        """The same engine with its layers' matrices in FP8; what a step takes beside is left as it is."""
+        weights, quantised = self.weights_in_fp8
+        return self.with_(weights=weights, weights_of_any_dtype=quantised, weights_in_fp8=(0, 0))
 
 
 def gib(num_bytes: int) -> str:

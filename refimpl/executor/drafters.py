@@ -11,7 +11,8 @@ from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.config import EngineArgs
 from refimpl.errors import ConfigError
-from refimpl.executor.cuda_graphs import CHECK_SIZES, DecodeGraphs, DecodeStep
+from refimpl.executor.check_graphs import DraftGraphs
+from refimpl.executor.cuda_graphs import DecodeStep
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.round_costs import measure_rounds
 from refimpl.executor.speculation import Speculation
@@ -121,13 +122,12 @@ def _proposer(
 
 
 def record_drafter(runner: ModelRunner, sizes: list[int]) -> None:
-    """Record CUDA graphs of a draft model's steps: one token a row, and the two that a round leaves it behind."""
+    """Record CUDA graphs of a draft model's steps, where there is one."""
     assert runner.speculation is not None
     proposer, batch = runner.speculation.proposer, runner.input_batch
     if isinstance(proposer, DraftModelProposer) and getattr(proposer.backend, "decodes_on_device", False):
-        check_sizes = [size for size in CHECK_SIZES if size <= sizes[-1]]
         step = DecodeStep(proposer.model, proposer.kv_cache, batch, proposer.backend, sizes[-1])
-        proposer.graphs = DecodeGraphs(step, check_sizes, [2], check_sizes)
+        proposer.graphs = DraftGraphs.of(step, sizes[-1])
 
 
 def make_drafting(config: SpeculativeConfig, args: EngineArgs, runner: ModelRunner) -> Drafting:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 
 import torch
 
-from refimpl.attention import Setting, choose_backend
-from refimpl.cache.kv_cache import KVCache
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.executor import memory
 from refimpl.executor.cuda_graphs import DecodeGraphs
 from refimpl.executor.device_memory import DeviceMemory, Grows
-from refimpl.executor.input_batch import InputBatch
-from refimpl.executor.model_runner import ModelRunner
+from refimpl.executor.mixed_graphs import MixedGraphs
+from refimpl.executor.trial import trial_runner, trial_step
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
-from refimpl.sampling.slots import SamplingSlots
+from refimpl.quantization.choose import choose_method, why_not_fp8
+from refimpl.quantization.method import bytes_of_any_dtype, weight_bytes
 from refimpl.sampling_numbers import SamplingNumbers
 
 LEAST_TOKENS = 16
@@ -32,11 +31,14 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
     free, total = torch.cuda.mem_get_info(device)
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
+    method = choose_method(args.quantization, device)
     return DeviceMemory(
         total=total,
         taken=total - free,
         of_this_process=torch.cuda.memory_reserved(device),
-        weights=config.num_parameters * dtype.itemsize,
+        weights=weight_bytes(config, method, dtype.itemsize),
+        weights_of_any_dtype=bytes_of_any_dtype(config, method),
+        weights_in_fp8=_weights_in_fp8(args, config, dtype, device),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
         vocab_size=config.vocab_size,
         block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize),
@@ -48,6 +50,13 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
         gpu_memory_utilization=args.gpu_memory_utilization,
         measured=not given,
     )
+
+
+def _weights_in_fp8(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    if args.quantization is not None or why_not_fp8(device):
+        return 0, 0
+    fp8 = choose_method("fp8", device)
+    return weight_bytes(config, fp8, dtype.itemsize), bytes_of_any_dtype(config, fp8)
 
 
 def with_weights(before: DeviceMemory, device: torch.device) -> DeviceMemory:
@@ -63,13 +72,18 @@ def measured(
     dtype: torch.dtype,
     device: torch.device,
     sizes: list[int],
+    token_sizes: list[int],
 ) -> DeviceMemory:
-    """The sums with what steps take, and CUDA graphs of ``sizes``, if there are any. Both are run, and given back."""
+    """The sums with what steps take, and CUDA graphs of ``sizes`` and ``token_sizes``, if there are any.
+
+    Both are run, and given back.
+    """
     activations = _activations(loaded, args, model, dtype, device)
-    found = loaded.with_(activations=activations, graphs=bool(sizes))
+    found = loaded.with_(activations=activations, graphs=bool(sizes), mixed_graphs=bool(token_sizes))
     if sizes:
-        pool, each = _graphs_or_more_than_is_free(args, model, dtype, device, sizes, loaded.max_model_len)
-        found = found.with_(graph_pool=Grows(each=pool / sizes[-1]), graph_each=each)
+        recorded = sizes, token_sizes, loaded.max_model_len
+        mixed, pool, each = _graphs_or_more_than_is_free(args, model, dtype, device, *recorded)
+        found = found.with_(graph_pool=Grows(fixed=mixed, each=pool / sizes[-1]), graph_each=each)
     _settle(device)
     free, total = torch.cuda.mem_get_info(device)
     return found.with_(libraries=max(0, total - free - found.taken - found.weights))
@@ -101,56 +115,64 @@ def step_bytes(
 ) -> int:
     """Peak bytes of a step that computes so many tokens of prompts of up to ``longest`` tokens, beside its cache."""
     lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
-    # All blocks are one: it does not matter what is read, and the cache that there will be need not fit yet.
-    runner = _runner(args, model, dtype, device, len(lengths), max(lengths) + 1)
+    runner = trial_runner(args, model, dtype, device, len(lengths), max(lengths) + 1)
     _settle(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
-    rows = tuple(range(len(lengths)))
-    runner.execute(
-        SchedulerOutput(
-            0,
-            Batch(1, rows, rows, tuple(lengths)),
-            admitted=tuple(
-                Admission(row, row, (0,) * count, count, 0, seed=0, path=row, sampling=SamplingNumbers(top_p=0.5))
-                for row, count in enumerate(lengths)
-            ),
-            new_blocks=tuple(NewBlocks(row, (1,) * -(-count // args.block_size)) for row, count in enumerate(lengths)),
-        )
-    )
+    runner.execute(trial_step(lengths, args.block_size, SamplingNumbers(top_p=0.5)))
     return int(torch.cuda.max_memory_reserved(device) - before)
 
 
 def _graphs_or_more_than_is_free(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
-) -> tuple[int, int]:
-    """Bytes of the largest CUDA graph and of each further one; where they find no room, more than there is."""
+    args: EngineArgs,
+    model: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
+    token_sizes: list[int],
+    length: int,
+) -> tuple[int, int, int]:
+    """Bytes of the largest CUDA graphs and of each further one; where they find no room, more than there is."""
     with contextlib.suppress(torch.OutOfMemoryError):
-        return graph_bytes(args, model, dtype, device, sizes, length)
+        return graph_bytes(args, model, dtype, device, sizes, token_sizes, length)
     _settle(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + 1, 0
+    return 0, int(torch.cuda.mem_get_info(device)[0]) + 1, 0
 
 
 def graph_bytes(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, sizes: list[int], length: int
-) -> tuple[int, int]:
-    """Bytes that the largest CUDA graph takes, and each further one, for contexts of up to ``length`` tokens.
+    args: EngineArgs,
+    model: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
+    token_sizes: list[int],
+    length: int,
+) -> tuple[int, int, int]:
+    """Bytes of the largest mixed CUDA graph, of the largest of decodes beside it, and of each further one.
 
-    The first recording of all pays for what is compiled and for the workspaces of libraries, which stay: it does not count.
+    ``length`` bounds the contexts. The first recording of all pays for what is compiled and for the workspaces of libraries,
+    which stay: it does not count.
     """
-    runner = _runner(args, model, dtype, device, sizes[-1], length)
+    runner = trial_runner(args, model, dtype, device, sizes[-1], length)
     step, free = runner.decode_step(sizes[-1]), []
     others = sizes[-2 :: -max(1, len(sizes) // SAMPLED_GRAPHS)]
     with torch.inference_mode():
         DecodeGraphs(step, sizes[:2][-1:]).release()  # two rows: one alone asks no library
         graphs = DecodeGraphs(step, [])
-        for recorded in ([], sizes[-1:], others):
+        mixed = None
+        if token_sizes:
+            mixed = MixedGraphs(runner.mixed_step(sizes[-1], token_sizes[-1]), [], graphs.pool)
+        for recordings, recorded in ((mixed, []), (mixed, token_sizes[-1:]), (graphs, sizes[-1:]), (graphs, others)):
             for size in recorded:
-                graphs.record(size)
+                assert recordings is not None, "there are sizes of it"
+                recordings.record(size)
             _settle(device)
             free.append(torch.cuda.mem_get_info(device)[0])
-    graphs.release()
-    return max(0, free[0] - free[1]), -(-max(0, free[1] - free[2]) // max(1, len(others)))
+    for used in (graphs, mixed):
+        if used is not None:
+            used.release()
+    took = [max(0, before - after) for before, after in itertools.pairwise(free)]
+    return took[0], took[1], -(-took[2] // max(1, len(others)))
 
 
 def _settle(device: torch.device) -> None:
@@ -158,16 +180,3 @@ def _settle(device: torch.device) -> None:
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-
-
-def _runner(
-    args: EngineArgs, model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device, num_seqs: int, length: int
-) -> ModelRunner:
-    """A runner with a cache of one block, and slots for sequences of ``length`` tokens."""
-    config = model.config
-    return ModelRunner(
-        model,
-        KVCache(config, 1, args.block_size, dtype, device),
-        InputBatch(num_seqs, length, args.block_size, device, SamplingSlots(num_seqs, config.vocab_size, device)),
-        choose_backend(args.attention_backend, Setting(config.head_dim, device, dtype, args.block_size)),
-    )

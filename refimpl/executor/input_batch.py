@@ -49,8 +49,8 @@ class StepInputs:
     """Whether ``contexts`` are; else they are bounds, which the device lowers."""
     bounds: np.ndarray
     """The bounds, in any case."""
-    counts: np.ndarray
-    """New tokens of each row."""
+    query_lens: np.ndarray
+    """How many tokens of each row are computed."""
     one_token_each: bool
     drawing: list[int]
     """Rows of the batch that have caught up with their last token, and draw the next."""
@@ -204,7 +204,7 @@ class InputBatch:
             contexts=contexts,
             exact=exact,
             bounds=bounds,
-            counts=rows.counts,
+            query_lens=rows.counts,
             one_token_each=rows.one_token_each,
             drawing=drawing.rows,
             last_tokens=drawing.last_tokens,

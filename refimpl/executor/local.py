@@ -16,20 +16,24 @@ from refimpl.cache.kv_cache import KVCache
 from refimpl.cache.staged_blocks import staging_bytes
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor import gpu_memory, memory, memory_advice, serving
+from refimpl.executor import gpu_memory, memory, memory_advice, serving, warm_up
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
 from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation, record_drafter
 from refimpl.executor.input_batch import InputBatch
+from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.preemption_costs import measure
+from refimpl.executor.stages import Stages
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
+from refimpl.quantization.choose import choose_method
+from refimpl.quantization.method import weight_bytes
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
 from refimpl.scheduler.drafting import Drafting
@@ -57,7 +61,8 @@ class LocalExecutor:
         self.device = resolve_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
-        self.weight_bytes = checkpoint.config.num_parameters * self.dtype.itemsize
+        self._method = choose_method(args.quantization, self.device)
+        self.weight_bytes = weight_bytes(checkpoint.config, self._method, self.dtype.itemsize)
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
         self.preemption_costs: PreemptionCosts | None = None
@@ -67,7 +72,8 @@ class LocalExecutor:
         """How a GPU's memory is divided."""
         self._closed = False
         self._process = os.getpid()
-        self._stage = "loading the weights"
+        self.stages = Stages("loading the weights")
+        """What is being made, and what each part of it took."""
         try:
             self._build(args, checkpoint, max_model_len)
         except BaseException as error:
@@ -80,70 +86,99 @@ class LocalExecutor:
         reads = asynchronous and self.device.type == "cuda"
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
 
-    def _build(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
-        """Model, cache and runner, in this order: the cache takes what the rest leaves."""
+    def _load(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
+        """The weights, and those of a draft model."""
         config = checkpoint.config
         if self.device.type == "cuda":
             self.memory = gpu_memory.before_loading(args, config, self.dtype, self.device)
-            memory_advice.check_weights(
-                self.memory, checkpoint.name, str(self.dtype).removeprefix("torch."), str(self.device)
-            )
+            memory_advice.check_weights(self.memory, checkpoint.name, self._weights_in, str(self.device))
         else:
             self._check_room_for_weights(checkpoint)
-        self._model = load_model(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len)
-        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
-        backend = choose_backend(args.attention_backend, setting)
+        self._model = load_model(
+            *(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len, self._method)
+        )
         speculative: SpeculativeConfig | None = args.speculative_config
         draft = self._draft = load_draft_model(speculative, args, checkpoint, self.dtype, self.device, max_model_len)
         if draft is not None:
             self.weight_bytes += draft.config.num_parameters * self.dtype.itemsize
             self.block_bytes += memory.block_bytes(draft.config, args.block_size, self.dtype.itemsize)
+        if self.memory is not None:
+            laws = 1 if args.speculative_config is None else 1 + args.speculative_config.num_speculative_tokens
+            self.memory = gpu_memory.with_weights(self.memory, self.device)
+            self.memory = self.memory.with_(block_bytes=self.block_bytes, laws_a_row=laws)
+
+    def _build(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
+        """Model, cache and runner, in this order: the cache takes what the rest leaves."""
+        config = checkpoint.config
+        self._load(args, checkpoint, max_model_len)
+        speculative, draft = args.speculative_config, self._draft
+        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
+        backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
-        served = serving.who_serves(args.attention_backend, setting, args.enforce_eager, max_num_seqs)
+        served = serving.who_serves(args, setting)
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
         """Numbers of decodes for which CUDA graphs are recorded."""
-        self._stage = "measuring what a step takes"
+        prompts_too, _ = serving.mixed_graphs_choice(args.attention_backend, setting, args.enforce_eager)
+        self.token_sizes = mixed_sizes(max_num_batched_tokens) if prompts_too and speculative is None else []
+        """The same for steps with prompts, but not beside drafts: numbers of tokens."""
+        self.stages.enter("compiling kernels")
+        if serving.compiles_kernels(args.attention_backend, setting):
+            warm_up.compile_kernels(args, self._model, self.dtype, self.device, self.graph_sizes, self.token_sizes)
+        self.stages.enter("measuring what a step takes")
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
         available = self._available_bytes(args, max_num_seqs)
         self.num_blocks = memory.num_blocks(args.cache_config(), self.block_bytes, available)
         max_model_len = min(max_model_len, self.num_blocks * args.block_size)
-        self._stage = "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
+        self.stages.enter(
+            "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
+        )
         kv_cache = KVCache(config, self.num_blocks, args.block_size, self.dtype, self.device, self.num_host_blocks)
-        self._stage = "making the batch"
+        self.stages.enter("making the batch")
         slots = SamplingSlots(max_num_seqs, config.vocab_size, self.device, self.logits_hooks, args.logits_hook)
         reads_lengths = not getattr(backend, "decodes_on_device", False)
         batch = InputBatch(max_num_seqs, max_model_len, args.block_size, self.device, slots, reads_lengths)
         self.runner = ModelRunner(self._model, kv_cache, batch, backend)
         if speculative is not None:
-            self._stage = "making ready to draft"
+            self.stages.enter("making ready to draft")
             self.runner.speculation = make_speculation(speculative, args, checkpoint, draft, self.runner)
-        self._stage = "timing a preemption"
+        self.stages.enter("timing a preemption")
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
             self.preemption_costs = measure(self.runner, config, most, self.num_host_blocks)
-        self._stage = "recording CUDA graphs"
+        self.stages.enter("recording CUDA graphs")
         if self.graph_sizes:
             checks = [] if speculative is None else ladder(speculative.num_speculative_tokens, speculative.adaptive)
-            self.runner.capture(self.graph_sizes, checks)
+            self.runner.capture(self.graph_sizes, self.token_sizes, checks)
             if speculative is not None:
                 record_drafter(self.runner, self.graph_sizes)
         if speculative is not None:
-            self._stage = "timing a round of drafts"
+            self.stages.enter("timing a round of drafts")
             self.drafting = make_drafting(speculative, args, self.runner)
+        self.stages.end()
+
+    @property
+    def _weights_in(self) -> str:
+        """How the weights are held, for people."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self._method.name} (embeddings and output head in {dtype})" if self._method.name else dtype
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
-        needed = self.weight_bytes
+        needed, config = self.weight_bytes, checkpoint.config
         free = free_host_memory()
         if needed > free:
-            half = 2 * checkpoint.config.num_parameters
-            fits = f"dtype=bfloat16 takes {half / GIB:.1f} GiB and fits" if half <= free else "Use a smaller model"
+            smaller = {
+                "dtype=bfloat16": weight_bytes(config, self._method, 2),
+                "quantization=fp8": weight_bytes(config, choose_method("fp8", self.device), self.dtype.itemsize),
+                "quantization=fp8 with dtype=bfloat16": weight_bytes(config, choose_method("fp8", self.device), 2),
+            }
+            fitting = [f"{how} takes {count / GIB:.1f} GiB and fits" for how, count in smaller.items() if count <= free]
             raise OutOfMemoryError(
-                f"{checkpoint.name} has {checkpoint.config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
-                f" in {str(self.dtype).removeprefix('torch.')}; {self.device} has {free / GIB:.1f} GiB free. "
-                f"{fits}, or use another device",
+                f"{checkpoint.name} has {config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
+                f" in {self._weights_in}; {self.device} has {free / GIB:.1f} GiB free. "
+                f"{fitting[0] if fitting else 'Use a smaller model'}, or use another device",
                 needed=needed,
                 free=free,
             )
@@ -187,8 +222,7 @@ class LocalExecutor:
         """Give back what has been made so far."""
         runner: ModelRunner | None = self.__dict__.pop("runner", None)
         if runner is not None:
-            if runner.graphs is not None:
-                runner.graphs.release()
+            runner.release_graphs()
             runner.kv_cache.release()
             if runner.speculation is not None:
                 runner.speculation.proposer.release()
@@ -215,12 +249,12 @@ class LocalExecutor:
         """After an allocation failed and everything was given back: what was being made, and what to change."""
         if self.memory is None:
             return memory_advice.after_a_failure_on_a_cpu(
-                self._stage, free_host_memory(), self.num_blocks * self.block_bytes
+                self.stages.current, free_host_memory(), self.num_blocks * self.block_bytes
             )
         free = torch.cuda.mem_get_info(self.device)[0]
         fixed = [name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(args, name) is not None]
         device = str(self.device)
-        return memory_advice.after_a_failure(self.memory, self._stage, device, free, self.num_blocks, *fixed[:1])
+        return memory_advice.after_a_failure(self.memory, self.stages.current, device, free, self.num_blocks, *fixed[:1])
 
     @property
     def memory_parts(self) -> tuple[MemoryPart, ...]:
@@ -240,14 +274,12 @@ class LocalExecutor:
             enough = memory.enough_bytes(self.block_bytes, args.block_size, max_num_seqs, longest)
             available = memory.cpu_cache_bytes(cache, free_host_memory())
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
-        self.memory = gpu_memory.with_weights(self.memory, self.device).with_(block_bytes=self.block_bytes)
-        if args.speculative_config is not None:
-            self.memory = self.memory.with_(laws_a_row=1 + args.speculative_config.num_speculative_tokens)
         if self.num_host_blocks:
             self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         if not self.memory.measured:
             return 0  # the options say it all
-        self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, self.graph_sizes)
+        sizes = self.graph_sizes, self.token_sizes
+        self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, *sizes)
         memory_advice.check_room(self.memory, str(self.device), args.max_model_len)
         return min(self.memory.left, self.memory.enough)
 

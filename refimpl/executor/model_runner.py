@@ -11,11 +11,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refimpl.attention.backend import AttentionBackend
+from refimpl.attention.backend import AttentionBackend, RecordsPrompts
 from refimpl.cache.kv_cache import KVCache
-from refimpl.executor.cuda_graphs import CHECK_SIZES, DecodeGraphs, DecodeStep
+from refimpl.executor.check_graphs import CHECK_SIZES, CheckGraphs
+from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep
 from refimpl.executor.drafted_rows import DraftedRows
 from refimpl.executor.input_batch import InputBatch, StepInputs
+from refimpl.executor.mixed_graphs import MixedGraphs, MixedStep
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.readout import read_row
@@ -43,19 +45,42 @@ class ModelRunner:
         self.sampler = Sampler()
         self.graphs: DecodeGraphs | None = None
         """Recorded steps of decodes alone; on a GPU, once they are captured."""
+        self.mixed_graphs: MixedGraphs | None = None
+        """Recorded steps of decodes and prompts, likewise."""
+        self.check_graphs: CheckGraphs | None = None
+        """Recorded checks of drafts, likewise."""
         self.speculation: Speculation | None = None
         """Who drafts tokens for steps with drafts, and checks them."""
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int], checks: Sequence[int] = ()) -> None:
-        """Record CUDA graphs for decode steps of up to so many sequences each, and for ``checks`` of so many drafts."""
-        check_sizes = [size for size in CHECK_SIZES if size <= sizes[-1]] if checks else []
+    def capture(self, sizes: list[int], token_sizes: list[int], checks: Sequence[int] = ()) -> None:
+        """Record CUDA graphs: for decode steps of up to so many sequences each, for mixed ones of so many tokens each, and
+        for ``checks`` of so many drafts.
+        """
+        pool = None
+        if token_sizes:  # first: they are the larger ones
+            self.mixed_graphs = MixedGraphs(self.mixed_step(sizes[-1], token_sizes[-1]), token_sizes)
+            pool = self.mixed_graphs.pool
         step = self.decode_step(sizes[-1])
-        self.graphs = DecodeGraphs(step, sizes, [drafts + 1 for drafts in checks], check_sizes)
+        self.graphs = DecodeGraphs(step, sizes, pool)
+        if checks:
+            check_sizes = [size for size in CHECK_SIZES if size <= sizes[-1]]
+            self.check_graphs = CheckGraphs(step, check_sizes, [drafts + 1 for drafts in checks], self.graphs.pool)
 
     def decode_step(self, most_rows: int) -> DecodeStep:
         """A decode of up to so many sequences, to be recorded."""
         return DecodeStep(self.model, self.kv_cache, self.input_batch, self.backend, most_rows)
+
+    def mixed_step(self, most_rows: int, most_tokens: int) -> MixedStep:
+        """A step of prompts and decodes, to be recorded."""
+        assert isinstance(self.backend, RecordsPrompts)
+        return MixedStep(self.model, self.kv_cache, self.input_batch, self.backend, most_rows, most_tokens)
+
+    def release_graphs(self) -> None:
+        """Give the recordings' memory back."""
+        for graphs in (self.graphs, self.mixed_graphs, self.check_graphs):
+            if graphs is not None:
+                graphs.release()
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, draw its tokens, and wait for them."""
@@ -111,9 +136,10 @@ class ModelRunner:
 
     def _checked_states(self, inputs: StepInputs, drafted: DraftedRows) -> tuple[Float[Tensor, "R H"], dict[int, RowExtras]]:
         """The hidden states behind each draft, by a recorded graph where all rows are decodes; and what else is read."""
-        graphs, alone = self.graphs, len(drafted.batch_rows) == len(inputs.row_slots) and inputs.counts.min() > 0
-        if graphs is not None and alone and graphs.serves_several(inputs.bounds - inputs.counts, int(inputs.counts.max())):
-            hidden = graphs.replay_several(inputs.row_slots, inputs.bounds, inputs.counts)
+        graphs, counts = self.check_graphs, inputs.query_lens
+        alone = len(drafted.batch_rows) == len(inputs.row_slots) and counts.min() > 0
+        if graphs is not None and alone and graphs.serves(inputs.bounds - counts, int(counts.max())):
+            hidden = graphs.replay(inputs.row_slots, inputs.bounds, counts)
             return hidden[drafted.row, drafted.place], {}
         hidden = self._hidden(inputs)
         return self._states(hidden, inputs), self._read(hidden, inputs)
@@ -132,9 +158,11 @@ class ModelRunner:
         return states if inputs.logits_row is None else states[inputs.logits_row]
 
     def _hidden(self, inputs: StepInputs) -> Float[Tensor, "T H"]:
-        """The model's hidden states: a step of decodes alone by a recorded graph, where there is one."""
+        """The model's hidden states, by a recorded graph where there is one for the step."""
         if self.graphs is not None and self.graphs.serves(inputs):
             return self.graphs.replay(inputs.row_slots, inputs.bounds)
+        if self.mixed_graphs is not None and self.speculation is None and self.mixed_graphs.serves(inputs):
+            return self.mixed_graphs.replay(inputs)
         tokens = self.input_batch.model_inputs(inputs)
         attention = self.backend.begin_step(tokens.attention)
         hidden: Tensor = self.model(tokens.input_ids, tokens.positions, self.kv_cache.layers, attention)

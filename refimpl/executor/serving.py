@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from refimpl.attention import LEAST_FOR_PREFILL, Setting, backend_choice
+from refimpl.attention.backend import RecordsPrompts
+from refimpl.config import EngineArgs
 from refimpl.executor.cuda_graphs import graph_sizes
+from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.kernels.by_triton import obstacle
 
 
@@ -18,15 +21,16 @@ class Served(NamedTuple):
     why: str
 
 
-def who_serves(attention_backend: Any, setting: Setting, enforce_eager: bool, max_num_seqs: int) -> list[Served]:
+def who_serves(args: EngineArgs, setting: Setting) -> list[Served]:
     """Every operation that has more than one way to be computed."""
     rest = obstacle(setting.device, setting.dtype)
     by, why = ("torch", rest) if rest else ("Triton kernels", f"sm_{setting.capability}")
     return [
-        *_attention(attention_backend, setting),
+        *_attention(args.attention_backend, setting),
         Served("norms, rotary embedding, SwiGLU", by, why),
         Served("sampling", by, why),
-        _graphs(attention_backend, setting, enforce_eager, max_num_seqs),
+        *_fp8(args.quantization, setting, rest),
+        *_graphs(args.attention_backend, setting, args.enforce_eager, args.step_limits()),
     ]
 
 
@@ -53,6 +57,27 @@ def graphs_choice(attention_backend: Any, setting: Setting, enforce_eager: bool)
     return True, "a step of decodes needs nothing from the host"
 
 
+def mixed_graphs_choice(attention_backend: Any, setting: Setting, enforce_eager: bool) -> tuple[bool, str]:
+    """The same of steps with prompts."""
+    wanted, why = graphs_choice(attention_backend, setting, enforce_eager)
+    if not wanted:
+        return False, why
+    if isinstance(attention_backend, str):
+        on_device = setting.capability >= LEAST_FOR_PREFILL
+    else:
+        on_device = isinstance(attention_backend, RecordsPrompts) and attention_backend.prompts_on_device
+    if not on_device:
+        return False, "their attention is planned on the host"
+    return True, "the host cuts the prompts into tiles beforehand"
+
+
+def compiles_kernels(attention_backend: Any, setting: Setting) -> bool:
+    """Whether steps run by Triton kernels that can be compiled ahead: not if somebody's own backend takes part in them."""
+    return (
+        setting.device.type == "cuda" and isinstance(attention_backend, str) and not obstacle(setting.device, setting.dtype)
+    )
+
+
 def _attention(attention_backend: Any, setting: Setting) -> list[Served]:
     name, why = backend_choice(attention_backend, setting)
     if name != "triton" or not isinstance(attention_backend, str):
@@ -77,9 +102,30 @@ def _attention(attention_backend: Any, setting: Setting) -> list[Served]:
     ]
 
 
-def _graphs(attention_backend: Any, setting: Setting, enforce_eager: bool, max_num_seqs: int) -> Served:
-    wanted, why = graphs_choice(attention_backend, setting, enforce_eager)
-    if not wanted:
-        return Served("steps of decodes", "kernel by kernel, no CUDA graphs", why)
-    sizes = graph_sizes(max_num_seqs)
-    return Served("steps of decodes", f"{len(sizes)} CUDA graphs, for up to {sizes[-1]} sequences", why)
+def _graphs(
+    attention_backend: Any, setting: Setting, enforce_eager: bool, step_limits: tuple[int, int]
+) -> tuple[Served, Served]:
+    rows, tokens = graph_sizes(step_limits[0]), mixed_sizes(step_limits[1])
+    decodes, decodes_why = graphs_choice(attention_backend, setting, enforce_eager)
+    mixed, mixed_why = mixed_graphs_choice(attention_backend, setting, enforce_eager)
+    eager = "kernel by kernel, no CUDA graphs"
+    return (
+        Served("steps of decodes", f"{len(rows)} CUDA graphs, for up to {rows[-1]} sequences", decodes_why)
+        if decodes
+        else Served("steps of decodes", eager, decodes_why),
+        Served("steps with prompts", f"{len(tokens)} CUDA graphs, for up to {tokens[-1]:,} tokens", mixed_why)
+        if mixed
+        else Served("steps with prompts", eager, mixed_why),
+    )
+
+
+def _fp8(quantization: str | None, setting: Setting, obstacle_to_kernels: str) -> list[Served]:
+    if quantization is None:
+        return []
+    if setting.device.type != "cuda":
+        why = "slow: a CPU has no FP8 arithmetic, so each product widens its weights"
+        return [Served("products of FP8 weights", "torch", why)]
+    if obstacle_to_kernels:
+        return [Served("products of FP8 weights", "torch, on widened weights", obstacle_to_kernels)]
+    by = "kernel fp8_linear up to 64 tokens, torch._scaled_mm beyond"
+    return [Served("products of FP8 weights", by, f"sm_{setting.capability}")]

@@ -8,29 +8,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from refimpl.kernels.by_triton import by_triton
-from refimpl.layers.linear import Linear, one_token_by_triton
+from refimpl.quantization.method import LinearMethod, Rows
 
 
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) · up(x))`` (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device, method: LinearMethod
+    ) -> None:
         super().__init__()
         self.intermediate_size = intermediate_size
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, dtype, device)
-        self.down_proj = Linear(intermediate_size, hidden_size, dtype, device)
+        self.method = method
+        self.gate_up_proj = method.linear(hidden_size, 2 * intermediate_size, dtype, device)
+        self.down_proj = method.linear(intermediate_size, hidden_size, dtype, device)
 
-    def forward(self, x: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
+    def forward(self, x: Rows) -> Float[Tensor, "T H"]:
         """The feed-forward output."""
-        down: Tensor = self.down_proj(self._gated(x))
-        return down
-
-    def _gated(self, x: Float[Tensor, "T H"]) -> Float[Tensor, "T I"]:
-        if one_token_by_triton(x):
-            from refimpl.kernels.linear import gated_linear
-
-            return gated_linear(x, self.gate_up_proj.weight)
-        return silu_mul(self.gate_up_proj(x))
+        return self.down_proj(self.method.gated(self.gate_up_proj, x))
 
 
 def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:

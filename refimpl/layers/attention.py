@@ -9,26 +9,26 @@ from torch import Tensor, nn
 from refimpl.attention.backend import AttentionStep
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import ModelConfig
-from refimpl.layers.linear import Linear
 from refimpl.layers.rotary import Rotation, TableRotation, rotate
+from refimpl.quantization.method import LinearMethod, Rows
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) over the paged cache; Q, K and V are one fused matrix."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.q_size = self.num_heads * self.head_dim
         self.kv_size = self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(config.hidden_size, self.q_size + 2 * self.kv_size, dtype, device)
-        self.o_proj = Linear(self.q_size, config.hidden_size, dtype, device)
+        self.qkv_proj = method.linear(config.hidden_size, self.q_size + 2 * self.kv_size, dtype, device)
+        self.o_proj = method.linear(self.q_size, config.hidden_size, dtype, device)
 
     def forward(
         self,
-        x: Float[Tensor, "T H"],
+        x: Rows,
         rotation: Rotation | TableRotation,
         layer_kv: LayerKV,
         attention: AttentionStep,
@@ -36,8 +36,7 @@ class Attention(nn.Module):
         """Attention of this step's tokens over all tokens of their own sequences up to themselves."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         query = self._turn_and_write(heads, rotation, layer_kv, attention)
-        projected: Tensor = self.o_proj(attention.attend(layer_kv, query).flatten(1))
-        return projected
+        return self.o_proj(attention.attend(layer_kv, query).flatten(1))
 
     def _turn_and_write(
         self,

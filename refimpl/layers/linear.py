@@ -9,10 +9,13 @@ reaches it:
 - One token, without AVX-512, where oneDNN reaches half the bandwidth: in float32 ``Wᵀ`` where the output is the longer side
   (the product adds up whole rows of it), else ``W`` as it is (a sum over a whole row for each output).
 
-On a GPU a single token's product in 16 bits is a kernel's (:mod:`refimpl.kernels.linear`), all others are cuBLAS's.
+On a GPU products of a few tokens in 16 bits are a kernel's where that is the faster (:mod:`refimpl.kernels.linear`), all
+others are cuBLAS's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +38,10 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), requires_grad=False)
         self._packed: Tensor | None = None
         self._for_one_token: Tensor | None = None
+
+    def parts(self, *sizes: int) -> Sequence[Tensor]:
+        """The weight in pieces of so many outputs each, to be filled; without sizes, in one."""
+        return torch.split(self.weight, list(sizes) or [len(self.weight)])
 
     def pack(self, keep_plain: bool = False, twice: bool = False) -> None:
         """Move the weight into the layouts that are fastest on this CPU, where there are any; else leave it as it is.
@@ -62,10 +69,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
         """``x Wᵀ``."""
-        if one_token_by_triton(x):
+        if by_triton(x):
             from refimpl.kernels import linear as kernel
 
-            return kernel.linear(x, self.weight)
+            if kernel.serves(x, self.weight):
+                return kernel.linear(x, self.weight)
         if self._packed is None:
             return F.linear(x, self.weight)
         if self._for_one_token is not None and len(x) == 1:
@@ -76,7 +84,7 @@ class Linear(nn.Module):
 
 
 def one_token_by_triton(x: Float[Tensor, "T in_features"]) -> bool:
-    """Whether a product is one that refimpl's kernel makes faster than cuBLAS: of one token, in 16 bits."""
+    """Whether SwiGLU's two products are a kernel's, with what follows them: of one token, in 16 bits."""
     return len(x) == 1 and x.element_size() == 2 and by_triton(x)
 
 

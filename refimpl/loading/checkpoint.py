@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,8 @@ from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder, hub
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.models.registry import build_model
 from refimpl.models.tiny import tiny
+from refimpl.quantization.method import Destination, LinearMethod, weight_bytes
+from refimpl.quantization.plain import PLAIN
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -97,9 +99,11 @@ def load_model(
     device: torch.device,
     seed: int,
     max_model_len: int | None = None,
+    method: LinearMethod = PLAIN,
 ) -> LlamaForCausalLM:
     """The model with its weights, in ``dtype`` on ``device``, packed for a CPU.
 
+    Where ``method`` quantises the layers' matrices, each is quantised as it comes: never are two copies of the model there.
     ``max_model_len`` is the longest context that it will see, in tokens (None: the model's own); a rotary embedding whose
     frequencies hang on the context's length is made for that one.
 
@@ -109,7 +113,7 @@ def load_model(
 
     """
     config = checkpoint.config if max_model_len is None else checkpoint.config.for_context(max_model_len)
-    model = _allocate(checkpoint, config, dtype, device)
+    model = _allocate(checkpoint, config, dtype, device, method)
     views = model.checkpoint_views()
     if load_format == "dummy":
         fill_with_random(views, seed)
@@ -119,14 +123,16 @@ def load_model(
     return model
 
 
-def _allocate(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+def _allocate(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod
+) -> LlamaForCausalLM:
     try:
-        return build_model(config, dtype, device)
+        return build_model(config, dtype, device, method)
     except RuntimeError as error:
         # torch.OutOfMemoryError is a GPU's; on a CPU the allocator's error has no class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" not in str(error):
             raise
-        needed = config.num_parameters * dtype.itemsize
+        needed = weight_bytes(config, method, dtype.itemsize)
         raise OutOfMemoryError(
             f"{checkpoint.name} needs {needed / GIB:.1f} GiB for its weights, more than this machine can give; use a "
             "smaller model or a 16-bit dtype",
@@ -134,7 +140,7 @@ def _allocate(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, d
         ) from error
 
 
-def copy_weights(weights: Iterable[tuple[str, Tensor]], views: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+def copy_weights(weights: Iterable[tuple[str, Tensor]], views: Mapping[str, Destination], checkpoint: Checkpoint) -> None:
     """Copy each tensor to its view, and see that every view is filled. Mutates the views."""
     missing, extra, misshapen, no_floats = dict(views), [], [], []
     for name, tensor in weights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,17 +11,21 @@ from torch import Tensor
 
 from refimpl.config import ModelConfig
 from refimpl.errors import ConfigError
+from refimpl.quantization.method import Destination
 from refimpl.tokenizer.tokenizer import Tokenizer, stand_in_tokenizer
 
 STANDARD_DEVIATION = 0.02
 
 
-def fill_with_random(views: dict[str, Tensor], seed: int) -> None:
-    """Fill every view, seeded, on its own device: norms with ones, matrices with Normal(0, 0.02). Mutates the views."""
+def fill_with_random(views: Mapping[str, Destination], seed: int) -> None:
+    """Fill every view, seeded, on its own device: norms with ones, matrices with Normal(0, 0.02). Mutates the views.
+
+    A quantised matrix holds those same numbers, quantised; one is drawn at a time.
+    """
     generators: dict[torch.device, torch.Generator] = {}
     for name, view in views.items():
         if "norm" in name:
-            view.fill_(1.0)
+            view.copy_(torch.ones(view.shape))
             continue
         if view.device not in generators:
             generators[view.device] = torch.Generator(view.device).manual_seed(seed)

@@ -22,17 +22,20 @@ from refimpl.layers.attention import Attention
 from refimpl.layers.linear import MOST_BYTES_TWICE, Linear
 from refimpl.layers.norm import RMSNorm
 from refimpl.layers.rotary import RotaryEmbedding, Rotation, TableRotation
+from refimpl.quantization.method import Destination, LinearMethod
+from refimpl.quantization.plain import PLAIN
 
 
 class LlamaLayer(nn.Module):
     """One transformer layer: attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod) -> None:
         super().__init__()
+        self.method = method
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.attention = Attention(config, dtype, device)
+        self.attention = Attention(config, dtype, device, method)
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, device)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, device, method)
 
     def forward(
         self,
@@ -46,16 +49,16 @@ class LlamaLayer(nn.Module):
 
         The first layer has no ``residual``.
         """
-        normed, residual = self.input_norm(x, residual)
+        normed, residual = self.method.normed(self.input_norm, x, residual)
         x = self.attention(normed, rotation, layer_kv, attention)
-        normed, residual = self.post_attention_norm(x, residual)
+        normed, residual = self.method.normed(self.post_attention_norm, x, residual)
         return self.mlp(normed), residual
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model. Weights are empty until loaded through :meth:`checkpoint_views`."""
+    """The whole model. Weights are empty until loaded through :meth:`checkpoint_views`; ``method`` holds the layers'."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod = PLAIN) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Parameter(
@@ -63,7 +66,7 @@ class LlamaForCausalLM(nn.Module):
         )
         positions = config.context_limit(config.rope.context_length)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, positions, dtype, device)
-        self.layers = nn.ModuleList(LlamaLayer(config, dtype, device) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(LlamaLayer(config, dtype, device, method) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
         if config.tie_word_embeddings:
@@ -91,9 +94,9 @@ class LlamaForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def checkpoint_views(self) -> dict[str, Tensor]:
+    def checkpoint_views(self) -> dict[str, Destination]:
         """Where each tensor of a Hugging Face checkpoint goes: its name, and the part of our fused weight that it fills."""
-        views: dict[str, Tensor] = {
+        views: dict[str, Destination] = {
             "model.embed_tokens.weight": self.embed_tokens,
             "model.norm.weight": self.norm.weight,
         }
@@ -102,20 +105,19 @@ class LlamaForCausalLM(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, LlamaLayer)
             name, attention, mlp = f"model.layers.{index}", layer.attention, layer.mlp
-            query, key, value = attention.qkv_proj.weight.split(
-                (attention.q_size, attention.kv_size, attention.kv_size), dim=0
-            )
-            gate, up = mlp.gate_up_proj.weight.chunk(2, dim=0)
+            query, key, value = attention.qkv_proj.parts(attention.q_size, attention.kv_size, attention.kv_size)
+            gate, up = mlp.gate_up_proj.parts(mlp.intermediate_size, mlp.intermediate_size)
+            [output], [down] = attention.o_proj.parts(), mlp.down_proj.parts()
             views |= {
                 f"{name}.input_layernorm.weight": layer.input_norm.weight,
                 f"{name}.self_attn.q_proj.weight": query,
                 f"{name}.self_attn.k_proj.weight": key,
                 f"{name}.self_attn.v_proj.weight": value,
-                f"{name}.self_attn.o_proj.weight": attention.o_proj.weight,
+                f"{name}.self_attn.o_proj.weight": output,
                 f"{name}.post_attention_layernorm.weight": layer.post_attention_norm.weight,
                 f"{name}.mlp.gate_proj.weight": gate,
                 f"{name}.mlp.up_proj.weight": up,
-                f"{name}.mlp.down_proj.weight": mlp.down_proj.weight,
+                f"{name}.mlp.down_proj.weight": down,
             }
         return views
 

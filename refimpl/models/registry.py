@@ -7,13 +7,17 @@ import torch
 from refimpl.config import ModelConfig
 from refimpl.errors import UnsupportedModelError
 from refimpl.models.llama import LlamaForCausalLM
+from refimpl.quantization.method import LinearMethod
+from refimpl.quantization.plain import PLAIN
 
 ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
 """Hugging Face's name of an architecture, and the class that runs it."""
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
-    """The empty model of a configuration.
+def build_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod = PLAIN
+) -> LlamaForCausalLM:
+    """The empty model of a configuration, its layers' matrices held by ``method``.
 
     Raises:
         UnsupportedModelError: no class runs that architecture.
@@ -23,4 +27,4 @@ def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         raise UnsupportedModelError(
             f"the model's architecture is {config.architecture}; refimpl runs {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[config.architecture](config, dtype, device)
+    return ARCHITECTURES[config.architecture](config, dtype, device, method)

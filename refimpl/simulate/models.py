@@ -67,6 +67,8 @@ class WeightFormat:
 
     name: str
     bytes_per_weight: float
+    bytes_per_output: int = 0
+    """Besides, of each output of a matrix: its scale, in float32."""
     computes_in_fp8: bool = False
     """Where the device can; elsewhere, and in all other formats, weights are widened to 16 bits first."""
 
@@ -80,7 +82,7 @@ _GROUP = 128
 FORMATS = {
     "bfloat16": WeightFormat("bfloat16", 2),
     "float16": WeightFormat("float16", 2),
-    "fp8": WeightFormat("fp8", 1, computes_in_fp8=True),
+    "fp8": WeightFormat("fp8", 1, bytes_per_output=4, computes_in_fp8=True),
     "awq": WeightFormat("awq", (4 + (16 + 4) / _GROUP) / 8),  # 4 bits, and a 16-bit scale and a 4-bit zero for each group
 }
 ALIASES = {"auto": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "int4": "awq"}

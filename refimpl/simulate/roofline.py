@@ -131,10 +131,14 @@ class Roofline:
         _check_heads(model, tensor_parallel_size)
         n = tensor_parallel_size
         head = model.vocab_size * model.hidden_size
-        layers = model.num_parameters - head * (1 if model.tie_word_embeddings else 2)
-        self.weight_bytes = round(layers * weights.bytes_per_weight + 2 * (model.num_parameters - layers))
+        embedded = 0 if model.tie_word_embeddings else head
+        layers = model.num_parameters - head - embedded
+        outputs = model.num_hidden_layers * sum(outputs for outputs, _ in model.layer_matrices)
+        matrices = (model.num_parameters - model.num_outside_matrices) * weights.bytes_per_weight
+        matrices += outputs * weights.bytes_per_output
+        self.weight_bytes = round(matrices + 2 * model.num_outside_matrices)
         """Of all devices together: what the weights take in memory."""
-        self.weight_bytes_read = round(layers * weights.bytes_per_weight + 2 * head)
+        self.weight_bytes_read = round(matrices + 2 * (model.num_outside_matrices - embedded))
         """In each step: all but the input embeddings, of which a step reads one row a token."""
         self.kv_bytes_per_token = model.kv_bytes_per_token(kv_bytes)
         self._flops_per_token = 2 * layers

@@ -31,18 +31,13 @@ from refimpl.speculative.proposer import DraftRows, Drafts, Proposer
 
 
 class RecordedSteps(Protocol):
-    """CUDA graphs of the draft model (``executor.cuda_graphs.DecodeGraphs``)."""
+    """CUDA graphs of the draft model (``executor.check_graphs.DraftGraphs``)."""
 
-    sizes: list[int]
+    def hidden(self, slots: np.ndarray, contexts: np.ndarray, count: int) -> Float[Tensor, "S H"] | None:
+        """Hidden states of the rows' last tokens, of ``count`` that each computes; None where that is not recorded."""
 
-    def serves_several(self, befores: np.ndarray, num_tokens: int) -> bool:
-        """Whether there is one for so many tokens of each row."""
-
-    def replay(self, slots: np.ndarray, contexts: np.ndarray) -> Float[Tensor, "S H"]:
-        """Hidden states of the rows' last tokens."""
-
-    def replay_several(self, slots: np.ndarray, contexts: np.ndarray, counts: np.ndarray) -> Float[Tensor, "S n H"]:
-        """Hidden states of several tokens of each row."""
+    def release(self) -> None:
+        """Give their memory back."""
 
 
 class DraftModelProposer(Proposer):
@@ -144,16 +139,14 @@ class DraftModelProposer(Proposer):
 
     def _recorded(self, rows: DraftRows, counts: np.ndarray, left: np.ndarray) -> Float[Tensor, "S H"] | None:
         """The same by a recorded pass, if there is one: for all rows alike, one or two tokens each."""
-        graphs, count, contexts = self.graphs, int(counts[0]), rows.bounds - left
-        if graphs is None or (counts != count).any():
+        count = int(counts[0])
+        if self.graphs is None or (counts != count).any():
             return None
-        if count == 1 and len(counts) <= graphs.sizes[-1]:
-            return graphs.replay(rows.slots_on_host, contexts)
-        if count == 2 and graphs.serves_several(contexts - 2, 2):
-            return graphs.replay_several(rows.slots_on_host, contexts, counts)[:, 1]
-        return None
+        return self.graphs.hidden(rows.slots_on_host, rows.bounds - left, count)
 
     def release(self) -> None:
         """Weights and cache."""
+        if self.graphs is not None:
+            self.graphs.release()
         self.model.release()
         self.kv_cache.release()

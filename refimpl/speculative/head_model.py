@@ -43,6 +43,7 @@ from refimpl.layers.activation import SwiGLU
 from refimpl.layers.linear import Linear
 from refimpl.layers.rotary import RotaryEmbedding, rotate
 from refimpl.models.llama import LlamaForCausalLM
+from refimpl.quantization.plain import PLAIN
 
 
 class HeadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +109,7 @@ class HeadBlock(nn.Module):
             self.q_proj = Linear(H, heads, dtype, device)
             self.o_proj = Linear(heads, H, dtype, device)
         self.mlp_norm = _weight(H, dtype, device)
-        self.mlp = SwiGLU(H, config.intermediate_size, dtype, device)
+        self.mlp = SwiGLU(H, config.intermediate_size, dtype, device, PLAIN)
 
     def forward(self, x: Float[Tensor, "T H"], positions: Int[Tensor, "T"], context: DraftContext) -> Float[Tensor, "T H"]:
         """``x`` and what this block adds to it."""

@@ -175,12 +175,13 @@ def test_the_choice_is_told_once(caplog):
     [line] = told
     assert line.split(": ", 1)[1] == (
         f"decode attention, prefill attention: torch, on gathered pages ({why}); norms, rotary embedding, SwiGLU, sampling: "
-        f"torch ({why}); steps of decodes: kernel by kernel, no CUDA graphs (the device is a CPU)"
+        f"torch ({why}); steps of decodes, steps with prompts: kernel by kernel, no CUDA graphs (the device is a CPU)"
     )
 
 
 def served(backend, setting, enforce_eager=False):
-    return {one.operation: one[1:] for one in who_serves(backend, setting, enforce_eager, 256)}
+    args = EngineArgs(attention_backend=backend, enforce_eager=enforce_eager, max_num_batched_tokens=2_000)
+    return {one.operation: one[1:] for one in who_serves(args, setting)}
 
 
 def test_every_operation_is_told_with_who_serves_it_on_a_gpu(gpu):
@@ -193,6 +194,9 @@ def test_every_operation_is_told_with_who_serves_it_on_a_gpu(gpu):
         "steps of decodes": (
             "35 CUDA graphs, for up to 256 sequences", "a step of decodes needs nothing from the host",
         ),
+        "steps with prompts": (
+            "24 CUDA graphs, for up to 2,048 tokens", "the host cuts the prompts into tiles beforehand",
+        ),
     }  # fmt: skip
     assert served("auto", gpu(90), enforce_eager=True)["steps of decodes"][1] == "enforce_eager=True"
 
@@ -204,6 +208,7 @@ def test_on_a_t4_prefills_are_torchs_and_decodes_are_not(gpu):
     assert found["prefill attention"] == ("torch, on gathered pages", why)
     assert found["sampling"] == ("Triton kernels", "sm_75")
     assert found["steps of decodes"][0].startswith("35 CUDA graphs")
+    assert found["steps with prompts"] == ("kernel by kernel, no CUDA graphs", "their attention is planned on the host")
 
 
 @pytest.mark.parametrize(

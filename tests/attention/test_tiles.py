@@ -148,13 +148,14 @@ def test_the_prefill_kernel_walks_as_told(visited, n, L):
 
 @pytest.mark.parametrize(("n", "L"), [(1, 150), (3, 70), (1, 64)])
 def test_the_decode_kernel_walks_as_told(visited, n, L):
-    from refimpl.kernels.attention_specs import launch_decode
+    from refimpl.kernels.attention_specs import launch_decode, make_decode_case
     from refimpl.kernels.attention_tiles import INTERPRETER
     from refimpl.kernels.paged_attention import decode_tiles, plan_decode
 
     shape = {"S": 1, "n": n, "L": L, "Hq": 4, "Hkv": 1, "D": 16, "B": 8}
-    inputs = attention_cases.make_case(shape, torch.float32, torch.device("cpu"), 0).inputs
-    launch_decode(**inputs, out=torch.empty_like(inputs["query"]))
+    case = make_decode_case(shape, torch.float32, torch.device("cpu"), 0)
+    inputs = case.inputs
+    launch_decode(**inputs, **case.out)
     lengths = inputs["cu_seqlens_q"], inputs["seqused_k"]
     plan = plan_decode(4, 1, 16, torch.float32, *lengths, n, -(-L // 8) * 8)
     cut = decode_tiles(INTERPRETER.capability, 16, 4 * n, torch.float32)

@@ -16,6 +16,7 @@ from refimpl.kernels.attention_tiles import Target
 from refimpl.layers.attention import Attention
 from refimpl.layers.rotary import RotaryEmbedding, TableRotation
 from refimpl.models.tiny import tiny
+from refimpl.quantization.plain import PLAIN
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIXED = [(1, 20), (18, 30), (2, 2)]
@@ -77,7 +78,7 @@ def test_output_and_query_may_have_odd_strides():
 def test_turning_and_writing_by_one_launch_is_the_same_as_by_two():
     """A backend of the user's has no such launch: it gets keys that are turned, and writes them itself."""
     config = tiny(num_attention_heads=2, num_key_value_heads=1, head_dim=16).config
-    layer = Attention(config, torch.float32, DEVICE)
+    layer = Attention(config, torch.float32, DEVICE, PLAIN)
     for weight in (layer.qkv_proj.weight, layer.o_proj.weight):
         weight.data.normal_(0, 0.1)
     embedding = RotaryEmbedding(config.rope, 16, 64, torch.float32, DEVICE)

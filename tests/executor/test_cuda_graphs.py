@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from refimpl import LLM, SamplingParams
+from refimpl.executor.check_graphs import CheckGraphs, DraftGraphs
 from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep, graph_sizes
 from refimpl.models.tiny import tiny
 
@@ -40,15 +41,27 @@ class Unrecorded(DecodeGraphs):
 
     def __init__(self, step, sizes):
         self._process = os.getpid()
-        self._step = step
-        self.sizes = self.check_sizes = sizes
-        self.num_tokens = [2, 3, 4]
+        self.step = step
+        self.sizes = sizes
         self.replayed = []
         self._graphs = {}
 
-    def _replay(self, size, num_tokens):
-        self.replayed.append((size, num_tokens))
-        return self._step.forward(size, num_tokens)
+    def run(self, place):
+        self.replayed.append((self.sizes[place], 1))
+        return self.step.forward(self.sizes[place])
+
+
+class UnrecordedChecks(CheckGraphs):
+    """The same for several tokens of each row."""
+
+    def __init__(self, step, sizes, num_tokens):
+        self.step, self.sizes, self.num_tokens = step, sizes, num_tokens
+        self._by_tokens = {}
+        self.replayed = []
+
+    def run(self, num_tokens, place):
+        self.replayed.append((self.sizes[place], num_tokens))
+        return self.step.forward(self.sizes[place], num_tokens)
 
 
 def llm_on(device, **options):
@@ -91,13 +104,18 @@ def test_checks_of_drafts_from_bounds_alone_give_the_same_tokens(seed):
                 steps = [
                     DecodeStep(one.model, one.kv_cache, runner.input_batch, one.backend, 4) for one in (runner, proposer)
                 ]
-                runner.graphs, proposer.graphs = (Unrecorded(step, [1, 2, 4]) for step in steps)
+                runner.graphs, runner.check_graphs = (
+                    Unrecorded(steps[0], [1, 2, 4]),
+                    UnrecordedChecks(steps[0], [1, 2, 4], [4]),
+                )
+                lagging = UnrecordedChecks(steps[1], [1, 2, 4], [2])
+                proposer.graphs = DraftGraphs(Unrecorded(steps[1], [1, 2, 4]), lagging)
             assert tokens(llm) == expected
             log = llm.engine.events.records
             assert sum(len(drafts) for record in log for drafts in record.drafts) > 6
             if recorded:
-                assert seed == 0 or (4, 2) in proposer.graphs.replayed
-                assert any(num_tokens == 4 for _, num_tokens in runner.graphs.replayed)
+                assert seed == 0 or (4, 2) in lagging.replayed
+                assert runner.check_graphs.replayed
 
 
 def test_empty_rows_write_nothing_and_read_nothing():

@@ -212,3 +212,30 @@ def test_bytes_are_told_in_what_suits_them():
 
 def test_remedies_are_none_where_there_is_room_for_nothing():
     assert remedies(llama_8b(weights=30 * GIB), 1) == []
+
+
+FP8 = (9 * GIB, 7 * GIB)
+"""Llama-3-8B's layers in FP8 beside its embeddings in bfloat16, roughly; and the layers alone."""
+
+
+def test_fp8_is_advised_where_the_card_has_it_and_helps():
+    tight = llama_8b(taken=8 * GIB, weights_in_fp8=FP8)
+    assert tight.num_blocks < 1
+    assert "quantization=fp8" in remedies(tight, 100)
+    assert tight.in_fp8().num_blocks >= 100
+    assert "quantization=fp8" not in remedies(llama_8b(taken=8 * GIB), 100), "a card without it"
+    assert "quantization=fp8" not in remedies(llama_8b(taken=16 * GIB, weights_in_fp8=FP8), 1), "it would not do"
+    with pytest.raises(OutOfMemoryError, match=r"Use quantization=fp8 \(9\.00 GiB\)"):
+        check_weights(llama_8b(taken=12 * GIB, weights_in_fp8=FP8), "llama", "bfloat16", "cuda:0")
+    roomy = llama_8b(weights_in_fp8=FP8)
+    changes = {change.setting: change for change in roomy.changes()}
+    assert changes["quantization=fp8"].num_blocks == roomy.in_fp8().num_blocks > roomy.num_blocks
+
+
+def test_what_is_quantised_does_not_shrink_with_the_dtype():
+    wide = llama_8b(bytes_per_value=4, weights=11 * GIB, weights_of_any_dtype=7 * GIB)
+    assert wide.in_16_bits().weights == 9 * GIB
+    plain = llama_8b(bytes_per_value=4, weights=30 * GIB, weights_in_fp8=(11 * GIB, 7 * GIB))
+    assert plain.in_16_bits().weights == 15 * GIB
+    assert plain.in_16_bits().in_fp8().weights == plain.in_fp8().in_16_bits().weights == 9 * GIB
+    assert plain.in_fp8().weights_in_fp8 == (0, 0), "it is on: advised no more"

@@ -80,7 +80,7 @@ def test_before_loading_everything_on_the_card_is_told_apart(card):
 def test_the_largest_step_is_run_with_as_many_prompts_as_the_budget_needs(model, steps):
     """Of a model for 40 tokens a step of 100 is two prompts and a half: one prompt alone would show less than half of it."""
     sums = gpu_memory.measured(
-        gpu_memory.before_loading(ARGS, model.config, torch.float32, CPU), ARGS, model, torch.float32, CPU, []
+        gpu_memory.before_loading(ARGS, model.config, torch.float32, CPU), ARGS, model, torch.float32, CPU, [], []
     )
     assert steps.run == [(40, 40, 20), (40, 10)]
     assert sums.activation_bytes == 100_000
@@ -91,13 +91,13 @@ def test_the_largest_step_is_run_with_as_many_prompts_as_the_budget_needs(model,
 def test_a_step_that_does_not_fit_is_reckoned_from_one_that_does(model, steps):
     steps.most = 30
     sums = gpu_memory.measured(
-        gpu_memory.before_loading(ARGS, model.config, torch.float32, CPU), ARGS, model, torch.float32, CPU, []
+        gpu_memory.before_loading(ARGS, model.config, torch.float32, CPU), ARGS, model, torch.float32, CPU, [], []
     )
     assert steps.run == [(40, 40, 20), (40, 10), (25,), (12,)]
     assert sums.activation_bytes == 100_000
     steps.most = 0
     with pytest.raises(torch.OutOfMemoryError):
-        gpu_memory.measured(sums, ARGS, model, torch.float32, CPU, [])
+        gpu_memory.measured(sums, ARGS, model, torch.float32, CPU, [], [])
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -106,7 +106,9 @@ def test_graphs_are_judged_by_the_largest_and_by_some_others(card, model, steps,
     recorded, sizes = [], graph_sizes(256)
 
     class Graphs:
-        def __init__(self, step, sizes):
+        pool = None
+
+        def __init__(self, step, sizes, pool=None):
             for size in sizes:
                 self.record(size)
 
@@ -122,7 +124,7 @@ def test_graphs_are_judged_by_the_largest_and_by_some_others(card, model, steps,
     monkeypatch.setattr(gpu_memory, "DecodeGraphs", Graphs)
     args = EngineArgs(model="tiny", dtype="float32", max_model_len=40)
     sums = gpu_memory.before_loading(args, model.config, torch.float32, CPU)
-    sums = gpu_memory.measured(sums, args, model, torch.float32, CPU, sizes)
+    sums = gpu_memory.measured(sums, args, model, torch.float32, CPU, sizes, [])
     assert recorded[0] == 2, "a product of several tokens asks a library, and its workspace stays"
     if fails:
         assert sums.left < 0, "no cache can be planned where the graphs found no room"
@@ -133,6 +135,38 @@ def test_graphs_are_judged_by_the_largest_and_by_some_others(card, model, steps,
     assert sum(recorded[2:]) / len(recorded[2:]) == pytest.approx(sum(sizes[:-1]) / 34, rel=0.25)
     assert sums.graph_bytes == (64 + 34 * 3) * MIB
     assert sums.libraries == (4 * GIB + 50 * MIB + 64 * MIB + 3 * len(recorded[2:]) * MIB) - sums.taken - sums.weights
+
+
+def test_graphs_of_steps_with_prompts_are_the_larger_ones(card, model, steps, monkeypatch):
+    """They are recorded first; what decodes take beside them grows with their rows, and the others are as many more."""
+    took = {"mixed": 300, 4: 20}
+
+    class Decodes:
+        pool, kind = None, None
+
+        def __init__(self, step, sizes, pool=None):
+            for size in sizes:
+                self.record(size)
+
+        def record(self, size):
+            card.free -= ((self.kind and took[self.kind]) or took.get(size, 3)) * MIB
+
+        def release(self):
+            pass
+
+    class Mixed(Decodes):
+        kind = "mixed"
+
+    monkeypatch.setattr(gpu_memory, "DecodeGraphs", Decodes)
+    monkeypatch.setattr(gpu_memory, "MixedGraphs", Mixed)
+    monkeypatch.setattr(ModelRunner, "mixed_step", lambda *_: None)
+    sums = gpu_memory.before_loading(ARGS, model.config, torch.float32, CPU)
+    sums = gpu_memory.measured(sums, ARGS, model, torch.float32, CPU, [1, 2, 4], [64, 128])
+    assert sums.num_graphs == 5
+    assert sums.graph_bytes == (300 + 20 + 4 * 3) * MIB
+    half = sums.with_(max_num_seqs=2)
+    assert half.graph_bytes == (300 + 10 + 3 * 3) * MIB, "of decodes of two rows, one graph less"
+    assert sums.with_(graphs=False).num_graphs == 0
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -21,7 +21,9 @@ from refimpl.kernels.aot import compile_every, compile_kernel
 def tell(done, **more):
     names = ("kernel", "label", "target", "registers", "shared", "local", "spilled")
     uses = [word for word in ("wgmma", "cp.async.cg", "cp.async.bulk") if word in done.ptx]
-    print(json.dumps({name: getattr(done, name) for name in names} | {"uses": uses} | more))
+    early, waits, _ = done.ptx.partition("griddepcontrol.wait")
+    overlaps = {"waits": bool(waits), "early_stores": early.count("st.global") if waits else 0}
+    print(json.dumps({name: getattr(done, name) for name in names} | {"uses": uses} | overlaps | more))
 
 for done in compile_every(spec.every()):
     tell(done, ones=False)
@@ -64,6 +66,15 @@ def test_prefill_on_hopper_has_asynchronous_products_and_copies_and_no_bulk_copy
     found = [facts["uses"] for facts in served if (facts["kernel"], facts["target"]) == ("flash_attention", 90)]
     assert found
     assert all(uses == ["wgmma", "cp.async.cg"] for uses in found)
+
+
+def test_kernels_of_a_decode_step_overlap_from_hopper_up_and_write_nothing_before_they_wait(compiled):
+    norms, products = {"rms_norm", "add_rms_norm"}, {"linear", "gated_linear", "silu_mul"}
+    step = norms | products | {"write_kv", "turn_and_write_kv", "paged_attention"}
+    for facts in compiled:
+        if facts["kernel"] in step and facts["label"] != "plan" and not facts["ones"]:
+            assert facts["waits"] is (facts["target"] >= 90), (facts["kernel"], facts["label"], facts["target"])
+        assert facts["early_stores"] == 0, (facts["kernel"], facts["label"])
 
 
 def test_kernels_compile_where_an_integer_is_one(compiled):

@@ -12,7 +12,7 @@ from refimpl.kernels import attention_cases, reference
 from refimpl.kernels.attention_tiles import Target
 from refimpl.kernels.flash_attention import cut_queries, flash_attention, plan_prefill
 from refimpl.kernels.paged_attention import paged_attention, plan_decode
-from refimpl.kernels.split_plan import MANY, WAVES, SplitPlan, count_items, plan_splits
+from refimpl.kernels.split_plan import WAVES, SplitPlan, count_items, plan_splits
 
 SMALL = Target(capability=80, num_sms=2)
 LARGE = Target(capability=80, num_sms=64)
@@ -82,12 +82,17 @@ def test_splits_cover_every_context_once_in_even_shares(contexts, one_wave):
     assert all(row == [0, 0, 0, 0] for row in rows[used:])
 
 
-def test_more_work_makes_more_splits_up_to_several_waves():
-    used = [
-        int(plan_splits(ints(0, 1), ints(tiles * 8), 1, 10**6, 8, 10).splits[0, 1]) for tiles in (1, 10, 20, 160, 320, 10**5)
-    ]
-    assert used == [1, 5, 10, 10, 20, WAVES * 10]
-    assert MANY * 10 == 160
+def test_one_long_context_is_cut_into_one_wave():
+    used = [int(plan_splits(ints(0, 1), ints(tiles * 8), 1, 10**6, 8, 10).splits[0, 1]) for tiles in (1, 3, 10, 20, 320)]
+    assert used == [1, 1, 5, 10, 10]
+
+
+@pytest.mark.parametrize(("sequences", "whole"), [(10, True), (11, False), (13, False), (20, True), (21, False)])
+def test_sequences_that_fill_their_waves_stay_whole_and_others_are_cut(sequences, whole):
+    """10 programs are a wave, and a context has 40 tiles."""
+    plan = plan_splits(ints(*range(sequences + 1)), ints(*[320] * sequences), 1, 320, 8, 10)
+    assert (plan.splits[:, 1] == 1).all() == whole
+    assert plan.splits[:, 1].sum() <= WAVES * 10 + sequences
 
 
 def test_a_sequence_of_too_many_queries_has_no_split():

@@ -5,8 +5,11 @@ import torch
 from kernel_device import DEVICE, ON_GPU
 from typer.testing import CliRunner
 
+from refimpl.attention import flash
 from refimpl.bench import kernels, offline, report
 from refimpl.bench.commands import bench
+from refimpl.bench.kernel_checks import checks_of
+from refimpl.bench.peer_attention import FlashAttentionPeer
 from refimpl.bench.result import Result, check
 from refimpl.errors import ConfigError
 from refimpl.kernels import spec as registry
@@ -48,6 +51,98 @@ def test_share_is_the_bound_over_the_time(monkeypatch):
     assert "4.00 TB/s read, 3.00 TB/s copied" in table
 
 
+def decode(S, L, Hkv=8, ours=10.0, theirs=None, size=10**6, share=0.5):
+    row = {"kernel": "paged_attention", "shape": {"S": S, "n": 1, "L": L, "Hkv": Hkv}, "bytes": size, "share": share}
+    return row | {"microseconds": ours} | ({} if theirs is None else {"peer_microseconds": theirs})
+
+
+def prefill(n, L, ours, theirs):
+    shape = {"S": 1, "n": n, "L": L, "Hkv": 8}
+    row = {"kernel": "flash_attention", "shape": shape, "bytes": 1, "share": 0.5, "flops": 4.5e12}
+    return row | {"microseconds": ours, "peer_microseconds": theirs}
+
+
+def test_checks_hold_each_figure_against_its_bound():
+    rows = [
+        decode(1, 1024, theirs=20.0),
+        decode(8, 1024, theirs=5.0),
+        decode(64, 4096, theirs=9.8, size=2 * 10**9, share=0.93),
+        decode(64, 4096, Hkv=1, theirs=9.0),
+        prefill(16384, 16384, ours=10_000.0, theirs=7_000.0),
+        prefill(2048, 16384, ours=10.0, theirs=5.0),
+        {"kernel": "silu_mul", "shape": {"T": 8192}, "bytes": 3e8, "microseconds": 100.0, "copy_microseconds": 95.0},
+        {"kernel": "silu_mul", "shape": {"T": 64}, "bytes": 1e6, "microseconds": 100.0},
+    ]
+    found = {one.name: (pytest.approx(one.value), one.ok) for one in checks_of(rows)}
+    assert found == {
+        "decode_attention_share": (0.93, True),
+        "prefill_tflops": (450, True),
+        "small_decodes_over_flash_attention": (1.0, True),
+        "least_small_decode_over_flash_attention": (0.5, False),
+        "large_decodes_over_flash_attention": (0.98, True),
+        "one_kv_head_over_flash_attention": (0.9, False),
+        "prefills_over_flash_attention": (0.5, False),
+        "moving_kernels_over_copy": (0.95, True),
+    }
+    alone = [{name: value for name, value in row.items() if name != "peer_microseconds"} for row in rows[:3]]
+    assert [one.name for one in checks_of(alone)] == ["decode_attention_share"]
+
+
+class Library:
+    """Stands for vLLM's FlashAttention-3."""
+
+    def __init__(self):
+        self.calls, self.plans = [], []
+
+    def flash_attn_varlen_func(self, query, k, v, **options):
+        self.calls.append(options)
+
+    def get_scheduler_metadata(self, **options):
+        self.plans.append(options)
+        return "a plan"
+
+
+def test_flash_attention_is_measured_beside_by_a_plan_made_beforehand(monkeypatch):
+    library = Library()
+    vllm = next(one for one in flash.INTERFACES if one.module.startswith("vllm"))
+    monkeypatch.setattr(flash, "find", lambda capability: (vllm, library))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "_cache_bytes", lambda device: 1)
+    monkeypatch.setattr(kernels, "time_launches", lambda launches, repeats: [launch() for launch in launches] and 2.0)
+    peer = FlashAttentionPeer(DEVICE)
+    shape = {"S": 2, "n": 1, "L": 20, "Hq": 2, "Hkv": 1, "D": 64, "B": 16}
+    row = kernels.measure(registry.get("paged_attention"), shape, DEVICE, 1, CEILINGS, peer)
+    assert row["peer_microseconds"] == 2.0
+    assert library.plans[0]["batch_size"] == 2
+    assert library.calls[0]["scheduler_metadata"] == "a plan"
+    assert library.calls[0]["max_seqlen_k"] == 20
+    kernels.measure(registry.get("flash_attention"), shape | {"n": 20}, DEVICE, 1, CEILINGS, peer)
+    assert "scheduler_metadata" not in library.calls[-1], "a prefill plans within its call"
+    other_blocks = kernels.measure(registry.get("paged_attention"), shape | {"B": 8}, DEVICE, 1, CEILINGS, peer)
+    assert "peer_microseconds" not in other_blocks
+    result = {"results": {"ceilings": CEILINGS, "peer": peer.title, "kernels": [row, other_blocks]}}
+    table = report.TABLES["kernels"](result | {"setting": kernels.setting(model="no model", dtype="")})
+    assert "share of the ceiling | FlashAttention-3 of vLLM" in table
+    assert "| 2.0 |\n" in table
+
+
+def test_what_moves_much_is_timed_beside_a_copy_of_as_many_bytes(monkeypatch):
+    clocked = []
+    monkeypatch.setattr(kernels, "time_launches", lambda launches, repeats: clocked.append(launches) or 2.0)
+    monkeypatch.setattr(kernels, "_cache_bytes", lambda device: 1)
+    monkeypatch.setattr(kernels, "MOVED", 500)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    row = kernels.measure(registry.get("rms_norm"), {"T": 2, "H": 64}, DEVICE, 1, CEILINGS)
+    assert row["copy_microseconds"] == 2.0
+    assert [launch().nbytes for launch in clocked[1]] == [row["bytes"] // 8 * 4] * 2
+    assert "copy_microseconds" not in kernels.measure(registry.get("rms_norm"), {"T": 1, "H": 32}, DEVICE, 1, CEILINGS)
+
+
+def test_compare_takes_flash_attn_or_none():
+    done = CliRunner().invoke(bench, ["kernels", "--compare", "vllm"])
+    assert "compare is 'vllm'; it must be flash-attn or none" in str(done.exception)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_a_kernel_is_measured():
     result = kernels.run(["rms_norm"], repeats=3)
@@ -65,7 +160,7 @@ def test_one_command_measures_all_of_a_gpu_and_keeps_both_results(monkeypatch, t
         asked.append((options["max_num_seqs"], model_config))
         return result("offline", ok=True)
 
-    monkeypatch.setattr(kernels, "run", lambda names: result("kernels", ok=False))
+    monkeypatch.setattr(kernels, "run", lambda names, **options: result("kernels", ok=False))
     monkeypatch.setattr(offline, "run", offline_run)
     done = CliRunner().invoke(bench, ["gpu", "--max-num-seqs", "512", "--save", str(tmp_path)])
     assert done.exit_code == 1, "a check of the first failed"

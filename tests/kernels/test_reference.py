@@ -13,6 +13,7 @@ from refimpl.kernels import reference
 from refimpl.layers.activation import SwiGLU
 from refimpl.layers.norm import RMSNorm
 from refimpl.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
+from refimpl.quantization.plain import PLAIN
 
 # One rounding to the dtype: half a unit in the last place, relative (epsilon / 2), and a little for the order of sums.
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -155,7 +156,7 @@ def test_the_layers_turn_norm_and_gate_as_the_definitions_do(dtype):
     norm = RMSNorm(16, 1e-5, dtype, torch.device("cpu"))
     norm.weight.data = random(16, dtype=dtype)
     assert_close(norm(x[:, 0])[0], reference.rms_norm(x[:, 0], norm.weight, 1e-5), rtol=rtol, atol=rtol)
-    mlp = SwiGLU(16, 8, dtype, torch.device("cpu"))
+    mlp = SwiGLU(16, 8, dtype, torch.device("cpu"), PLAIN)
     for linear in (mlp.gate_up_proj, mlp.down_proj):
         linear.weight.data = random(*linear.weight.shape, dtype=dtype)
     expected = mlp.down_proj(reference.silu_mul(mlp.gate_up_proj(x[:, 0])))

@@ -8,6 +8,8 @@ import pytest
 from refimpl.config import CacheConfig
 from refimpl.errors import CheckpointError, ConfigError, OutOfMemoryError
 from refimpl.loading.hf_config import write_config
+from refimpl.quantization.fp8 import Fp8
+from refimpl.quantization.method import weight_bytes
 from refimpl.simulate import HARDWARE, MODELS, Deployment, Efficiency, StepWork
 from refimpl.simulate.hardware import find_hardware
 from refimpl.simulate.models import FORMATS, find_format, find_model
@@ -70,10 +72,13 @@ def test_more_devices_than_kv_heads_hold_copies_of_the_cache():
 
 def test_formats_weigh_what_they_should_and_fp8_computes_faster_only_where_it_can():
     weights = {name: Deployment.of("llama-3-70b", "h100", 8, name).roofline.weight_bytes for name in FORMATS}
-    layers = MODELS["llama-3-70b"].num_parameters - 2 * HEAD_70B
+    shape = MODELS["llama-3-70b"]
+    matrices = shape.num_parameters - 2 * HEAD_70B - 161 * 8_192  # two norms a layer, and the last one
+    outputs = 80 * (10_240 + 8_192 + 57_344 + 8_192)
     assert weights["bfloat16"] == weights["float16"] == 2 * MODELS["llama-3-70b"].num_parameters
-    assert weights["fp8"] == layers + 4 * HEAD_70B
-    assert weights["awq"] == pytest.approx(layers * (4 + 20 / 128) / 8 + 4 * HEAD_70B, abs=1)
+    in_16_bits = 2 * (shape.num_parameters - matrices)
+    assert weights["fp8"] == matrices + 4 * outputs + in_16_bits == weight_bytes(shape, Fp8(), 2)
+    assert weights["awq"] == pytest.approx(matrices * (4 + 20 / 128) / 8 + in_16_bits, abs=1)
     fp8 = find_format("fp8")
     assert fp8.flops(HARDWARE["h100"]) == 1_979e12
     assert fp8.flops(HARDWARE["a100-80g"]) == HARDWARE["a100-80g"].flops

@@ -1,0 +1,239 @@
+"""``y = x Wᵀ`` by FP8 weights for a few tokens: half the bytes of a decode step in 16 bits, at the memory's rate.
+
+Weights have a scale for each output channel, activations one for each token (:mod:`refimpl.kernels.fp8_quantise`), so both
+leave the sum and are multiplied in at its end::
+
+    y[t, o] = scales[t] · weight_scales[o] · Σ values[t, i] · weight[o, i]          values, weight in e4m3
+
+The weight is the taller side of a product on tensor cores, which take e4m3 as it is: even a single token is faster so, with
+15 of 16 columns empty, than by plain arithmetic, which has to widen every weight first (kernels/NOTES.md)::
+
+    weight [ROWS, COLUMNS] · (values [TOKENS, COLUMNS])ᵀ  added up over COLUMNS  ─►  [ROWS, TOKENS]
+
+A matrix of 4,096 outputs is 64 tiles, too few for 132 processors: SPLITS programs share a tile's columns, each leaves its
+sums in memory, and the last to arrive adds them up, always in the same order. With ``GATED`` the rows are pairs of SwiGLU's
+two matrices (Shazeer 2020), and what is written is ``silu(gate) · up``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
+from refimpl.kernels.overlap import after_previous, overlapping
+
+MOST_TOKENS = 64
+"""Beyond so many, a library's product is as fast."""
+MOST_IN_A_TILE = 64
+"""Tokens."""
+LEAST_ROWS = 64
+"""Of a weight in a tile."""
+PROGRAMS = 264
+"""To keep a GPU of 132 processors busy to the end: fewer tiles than that are shared."""
+LEAST_COLUMNS = 1024
+"""Of a program that shares a tile: fewer would be over before they are under way."""
+
+
+class Cut(NamedTuple):
+    """How a product is cut."""
+
+    tokens: int
+    """That a tile has room for."""
+    rows: int
+    """Of the weight in a tile."""
+    columns: int
+    """Multiplied at a time."""
+    num_stages: int
+    """Tiles that are on their way."""
+    splits: int
+    """Programs that share a tile of outputs."""
+    num_warps: int
+
+
+def cut(num_tokens: int, num_rows: int, in_features: int) -> Cut:
+    """The cut for a number of tokens and a weight of ``num_rows`` rows."""
+    tokens = min(max(power_of_two(num_tokens), 16), MOST_IN_A_TILE)
+    tiles = triton.cdiv(num_rows, LEAST_ROWS) * triton.cdiv(num_tokens, tokens)
+    splits = 1
+    while splits < 8 and tiles * splits < PROGRAMS and in_features >= 2 * splits * LEAST_COLUMNS:
+        splits *= 2
+    return Cut(tokens, LEAST_ROWS, 256, 4 if tokens < 64 else 3, splits, 4)
+
+
+@triton.jit
+def _rows_of(out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Which rows of the weight are this program's, and which of them exist. [ROWS] each.
+
+    With ``GATED`` the matrix has twice ``out_features`` rows, gate's first; a program takes pairs, side by side.
+    """
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    if GATED:
+        inside = row // 2 < out_features
+        row = row // 2 + row % 2 * out_features
+    else:
+        inside = row < out_features
+    return tl.where(inside, row, 0), inside
+
+
+@triton.jit
+def _all_parts(sums: tl.tensor, parts: tl.tensor, arrivals: tl.tensor, SPLITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Leave this program's sums in memory; the last program of a tile gets the whole, the others False."""
+    ROWS: tl.constexpr = sums.shape[0]
+    TOKENS: tl.constexpr = sums.shape[1]
+    tile = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+    place = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    own = parts + tile.to(tl.int64) * (SPLITS * ROWS * TOKENS) + place
+    tl.store(own + tl.program_id(2) * (ROWS * TOKENS), sums)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        sums = tl.zeros([ROWS, TOKENS], tl.float32)
+        for split in range(SPLITS):
+            sums += tl.load(own + split * (ROWS * TOKENS), cache_modifier=".cg")
+        tl.store(arrivals + tile, 0)  # for the next launch
+    return sums, last
+
+
+@triton.jit(do_not_specialize=["num_tokens"])  # one compilation for any number that a tile has room for
+def fp8_linear_kernel(
+    values: tl.tensor,
+    scales: tl.tensor,
+    weight: tl.tensor,
+    weight_scales: tl.tensor,
+    result: tl.tensor,
+    parts: tl.tensor,
+    arrivals: tl.tensor,
+    values_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    result_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    out_features: tl.tensor,
+    in_features: tl.tensor,
+    GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Tokens ``program_id(0) · TOKENS …`` times rows ``program_id(1) · ROWS …``, part ``program_id(2)`` of the columns."""
+    row, inside = _rows_of(out_features, GATED, ROWS)
+    rows = weight + row.to(tl.int64) * weight_stride
+    each = tl.cdiv(in_features, SPLITS * COLUMNS) * COLUMNS
+    first = tl.program_id(2) * each
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    there = token < num_tokens
+    numbers = values + token.to(tl.int64) * values_stride
+    scale = tl.load(weight_scales + row)
+    after_previous(OVERLAP)
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in range(first, tl.minimum(first + each, in_features), COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        within = (column < in_features)[None, :]
+        tile = tl.load(
+            rows[:, None] + column[None, :], mask=inside[:, None] & within, other=0.0, eviction_policy="evict_first"
+        )
+        number = tl.load(numbers[:, None] + column[None, :], mask=there[:, None] & within, other=0.0)  # [TOKENS, COLUMNS]
+        sums = tl.dot(tile, tl.trans(number), sums)
+    last = True
+    if SPLITS > 1:
+        sums, last = _all_parts(sums, parts, arrivals, SPLITS)
+    if last:
+        product = sums * scale[:, None] * tl.load(scales + token, mask=there, other=0.0)[None, :]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(product, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))  # [ROWS / 2, TOKENS]
+            product = gate / (1.0 + tl.exp(-gate)) * up
+        output = tl.program_id(1) * product.shape[0] + tl.arange(0, product.shape[0])
+        place = result + token.to(tl.int64)[None, :] * result_stride + output[:, None]
+        mask = (output < out_features)[:, None] & there[None, :]
+        tl.store(place, product.to(result.dtype.element_ty), mask=mask)
+
+
+def fp8_linear(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    result: Tensor,
+    arrivals: Tensor | None = None,
+) -> Tensor:
+    """:func:`reference.fp8_linear` of ``values [T, in_features]``, written to ``result [T, out_features]``.
+
+    It takes any number of tokens, but reads the weights once for every tile of them. ``arrivals`` are zeros, int32, of
+    :func:`num_arrivals`, and zeros again when it is done; without them they are made for the call.
+
+    Raises:
+        RefimplError: elements of a row lie apart, or sizes differ.
+
+    """
+    check_same("sizes", result=tuple(result.shape), product=(len(values), len(weight)))
+    return _launch(values, scales, weight, weight_scales, result, arrivals, gated=False)
+
+
+def fp8_gated_linear(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    result: Tensor,
+    arrivals: Tensor | None = None,
+) -> Tensor:
+    """:func:`reference.fp8_gated_linear` by gate's and up's weights ``[2·I, in_features]``, likewise: ``[T, I]``.
+
+    Raises:
+        RefimplError: elements of a row lie apart, or sizes differ.
+
+    """
+    check_same("sizes", twice_result=(len(values), 2 * result.shape[1]), product=(len(values), len(weight)))
+    return _launch(values, scales, weight, weight_scales, result, arrivals, gated=True)
+
+
+def num_arrivals(num_rows: int, num_tokens: int = MOST_TOKENS) -> int:
+    """How many tiles of outputs there are for so many tokens, or fewer."""
+    return int(triton.cdiv(num_rows, LEAST_ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
+
+
+def _launch(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    result: Tensor,
+    arrivals: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    (T, in_features), num_rows = values.shape, len(weight)
+    check_last_axis(values=values, scales=scales, weight=weight, weight_scales=weight_scales, result=result)
+    check_same("row lengths", values=in_features, weight=weight.shape[1])
+    check_same("sizes", scales=tuple(scales.shape), tokens=(T,))
+    check_same("sizes", weight_scales=tuple(weight_scales.shape), rows=(num_rows,))
+    if not T or not num_rows:
+        return result
+    one = cut(T, num_rows, in_features)
+    grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, one.rows), one.splits)
+    parts = scales  # not looked at
+    if one.splits > 1:
+        parts = scales.new_empty(grid[0] * grid[1] * grid[2] * one.rows * one.tokens)
+        if arrivals is None:
+            arrivals = scales.new_zeros(num_arrivals(num_rows, T), dtype=torch.int32)
+    with device_of(values):
+        fp8_linear_kernel[grid](
+            *(values, scales, weight, weight_scales, result, parts, parts if arrivals is None else arrivals),
+            *(values.stride(0), weight.stride(0), result.stride(0), T, result.shape[1], in_features),
+            GATED=gated,
+            **compiled_in(one),
+            num_warps=one.num_warps,
+            num_stages=one.num_stages,
+            **overlapping(values),
+        )
+    return result
+
+
+def compiled_in(one: Cut) -> dict[str, int]:
+    """The kernel's constants."""
+    return {"TOKENS": one.tokens, "ROWS": one.rows, "COLUMNS": one.columns, "SPLITS": one.splits}

@@ -1,0 +1,152 @@
+"""The commands of ``refimpl bench`` whose figures are a GPU's, and the one that runs them all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save, bench
+from refimpl.cli_options import with_engine_options
+from refimpl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from refimpl.bench.result import Result
+
+
+@bench.command()
+def kernels(
+    names: Annotated[list[str] | None, typer.Argument(help="Kernels to measure; all, if none is named.")] = None,
+    *,
+    repeats: Annotated[int, typer.Option(help="Replays of which the median is taken.")] = 20,
+    compare: Annotated[
+        str, typer.Option(help="flash-attn (whichever is installed, beside our attention), or none.")
+    ] = "none",
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """Every GPU kernel: microseconds, bytes, and its share of the ceiling measured in the same run. Needs a GPU."""
+    from refimpl.bench.kernels import run
+    from refimpl.bench.result import report_result
+
+    if compare not in ("flash-attn", "none"):
+        raise ConfigError(f"compare is {compare!r}; it must be flash-attn or none")
+    report_result(run(names or (), repeats=repeats, compare=compare == "flash-attn"), as_json, save)
+
+
+@bench.command("serve-sim")
+@with_engine_options
+def serve_sim(
+    *,
+    model_config: ModelConfig = None,
+    request_rate: Annotated[str, typer.Option(help="Arrivals a second, by commas; each is a row.")] = "10,20,30",
+    seconds: Annotated[float, typer.Option(help="How long requests keep coming.")] = 20.0,
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of the gaps' gamma distribution: 1 is Poisson, less makes bursts, more is even.")
+    ] = 1.0,
+    arrival_seed: Annotated[int | None, typer.Option(help="Of the gaps; vLLM was measured with the default.")] = None,
+    scale: Annotated[float, typer.Option(help="Shrink all lengths by this.")] = 1.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Instead: arrivals and lengths of a CSV with TIMESTAMP, ContextTokens, GeneratedTokens."),
+    ] = None,
+    goodput: Annotated[str, typer.Option(help="Limits in milliseconds that a good request keeps.")] = "ttft:200,tpot:50",
+    max_minutes: MaxMinutes = None,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Requests that come by the clock, into the engine itself: first tokens, time per token, gaps, goodput."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.serve_sim import Pattern, run
+
+    given: dict[str, Any] = {} if arrival_seed is None else {"seed": arrival_seed}
+    pattern = Pattern(_numbers(request_rate), seconds, burstiness=burstiness, scale=scale, trace=trace, **given)
+    report_result(run(engine_options, pattern, model_config, _limits(goodput), max_minutes), as_json, save)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"request_rate is {text!r}; give numbers by commas, such as 10,20,30") from error
+
+
+def _limits(text: str) -> tuple[float, float]:
+    """Seconds of ``ttft:MS,tpot:MS``."""
+    try:
+        given = {name: float(number) / 1e3 for name, number in (part.split(":") for part in text.split(","))}
+        if given.keys() != {"ttft", "tpot"}:
+            raise ValueError
+    except ValueError as error:
+        raise ConfigError(f"goodput is {text!r}; give both limits in milliseconds, such as ttft:200,tpot:50") from error
+    return given["ttft"], given["tpot"]
+
+
+@bench.command()
+@with_engine_options
+def startup(
+    *, model_config: ModelConfig = None, as_json: AsJson = False, save: Save = None, engine_options: dict[str, Any]
+) -> None:
+    """How long until the first token, by phase: in a new process with nothing compiled yet, and in the next one."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.startup import run
+
+    report_result(run(engine_options, model_config), as_json, save)
+
+
+@bench.command()
+@with_engine_options
+def idle(
+    *,
+    model_config: ModelConfig = None,
+    sequences: Annotated[int, typer.Option(help="That decode together.")] = 256,
+    steps: Annotated[int, typer.Option(help="That are profiled.")] = 200,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write a few steps' kernels here as a Chrome trace (.json, .json.gz).")
+    ] = None,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """The share of the time in which the GPU idles while it decodes, by torch's profiler. Needs a GPU."""
+    from refimpl.bench.idle import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, model_config, sequences, steps, timeline), as_json, save)
+
+
+@bench.command()
+@with_engine_options
+def gpu(
+    *,
+    model_config: Annotated[str, typer.Option(help="The shape: llama-3-8b, llama-3-70b, or a folder.")] = "llama-3-8b",
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """All results of a GPU, one after the other: start-up, every kernel, throughput, arrivals by the clock, idle share."""
+    from refimpl.bench import idle, offline, serve_sim, startup
+    from refimpl.bench import kernels as every_kernel
+    from refimpl.bench.result import report_result
+
+    # A start-up is measured in processes of its own, so it comes first: then nothing else is on the card.
+    measures: list[Callable[[], Result]] = [
+        partial(startup.run, engine_options, model_config),
+        partial(every_kernel.run, ()),
+        partial(offline.run, engine_options, model_config),
+        partial(serve_sim.run, engine_options, None, model_config),
+        partial(idle.run, engine_options, model_config, timeline=save and save / "idle-timeline.json.gz"),
+    ]
+    failed = False
+    for measure in measures:
+        try:
+            report_result(measure(), as_json, save)
+        except SystemExit:  # a check failed; the other results are wanted all the same
+            failed = True
+    if failed:
+        sys.exit(1)

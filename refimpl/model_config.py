@@ -1,0 +1,64 @@
+"""ModelConfig: the numbers of a model, from its checkpoint. What follows from them by arithmetic is here too."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from refimpl.rope_config import RopeConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers of one Llama-family model. Names are those of Hugging Face's ``config.json``."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    """Every id that ends a text."""
+    bos_token_id: int | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, tied embeddings counted once."""
+        layer = sum(outputs * inputs for outputs, inputs in self.layer_matrices)
+        return self.num_hidden_layers * layer + self.num_outside_matrices
+
+    @property
+    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of each matrix of a layer: Q, K and V; attention's output; gate and up; down."""
+        q_size, kv_size = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return (
+            (q_size + 2 * kv_size, self.hidden_size),
+            (self.hidden_size, q_size),
+            (2 * self.intermediate_size, self.hidden_size),
+            (self.hidden_size, self.intermediate_size),
+        )
+
+    @property
+    def num_outside_matrices(self) -> int:
+        """Weights that are in none of them: embeddings, output head, norms."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + (2 * self.num_hidden_layers + 1) * self.hidden_size
+
+    def context_limit(self, asked: int | None = None) -> int:
+        """Most tokens of a context, the stretch of its rotary embedding counted (:meth:`RopeConfig.context_limit`)."""
+        return self.rope.context_limit(self.max_position_embeddings, asked)
+
+    def for_context(self, length: int) -> ModelConfig:
+        """The model as it is built for contexts of at most ``length`` tokens."""
+        return dataclasses.replace(self, rope=self.rope.for_context(length))
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Bytes that the keys and values of one token take over all layers (Llama-3-70B in 16 bits: 327,680)."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
