@@ -16,8 +16,8 @@ from refimpl.kernels.spec import TARGETS
 
 
 def by_triton(x: Tensor) -> bool:
-    """Whether an operation on ``x`` runs by a Triton kernel."""
-    return x.is_cuda and x.dtype != torch.float64 and _serves(x.device)
+    """Whether an operation on ``x`` runs by a Triton kernel. They have no backward pass: what is trained is plain torch."""
+    return x.is_cuda and x.dtype != torch.float64 and not x.requires_grad and _serves(x.device)
 
 
 @cache

@@ -64,6 +64,7 @@ LAYERS = [
     {
         "server",
         "bench",
+        "speculate",
         "cli",
         "cli_options",
         "cli_output",

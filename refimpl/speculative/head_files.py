@@ -109,7 +109,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} is missing, damaged or no safetensors file ({error}); train the head again"

@@ -1,0 +1,105 @@
+"""A head on disk: what is refused, and what is only warned of."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from refimpl.errors import CheckpointError, ConfigError
+from refimpl.models.tiny import tiny
+from refimpl.speculate.dense import frozen_target
+from refimpl.speculative.head_files import CONFIG, VOCABULARY, WEIGHTS, load_head, save_head
+from refimpl.speculative.head_model import DraftHead, HeadConfig
+
+CPU = torch.device("cpu")
+
+
+def target(**sizes):
+    return frozen_target(tiny(**sizes), torch.float32, CPU)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = target()
+    config = HeadConfig(
+        target="tiny", target_fingerprint="abc", hidden_size=64, vocab_size=320, draft_vocab_size=10, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, attends=(1,), intermediate_size=16,
+    )  # fmt: skip
+    head = DraftHead(config, model, torch.arange(10) * 2)
+    for weight in head.own_weights().values():
+        weight.data.normal_()
+    save_head(head, tmp_path)
+    return tmp_path
+
+
+def load(folder, model, fingerprint="abc"):
+    return load_head(folder, model, "some model", fingerprint)
+
+
+def test_it_holds_the_heads_weights_in_16_bits_and_none_of_the_target(folder):
+    tensors = load_file(folder / WEIGHTS)
+    vocabulary = tensors.pop(VOCABULARY)
+    assert vocabulary.tolist() == list(range(0, 20, 2))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert sum(tensor.numel() for tensor in tensors.values()) == load(folder, target()).config.num_parameters
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 32}, {"vocab_size": 300}, {"num_key_value_heads": 4}])
+def test_a_target_of_other_sizes_is_refused(folder, sizes):
+    [(name, size)] = sizes.items()
+    with pytest.raises(ConfigError, match=f"{name} .*some model has {size}.*refimpl speculate train"):
+        load(folder, target(**sizes))
+
+
+def test_a_target_without_the_layer_that_it_attends_to_is_refused(folder):
+    with pytest.raises(ConfigError, match="attends to layers \\(1,\\) of its target; some model has 1"):
+        load(folder, target(num_hidden_layers=1))
+
+
+def test_other_weights_of_the_same_sizes_are_warned_of(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        load(folder, target(), fingerprint="other")
+    assert "trained for other weights" in caplog.text
+    caplog.clear()
+    load(folder, target())
+    assert caplog.text == ""
+
+
+def test_missing_and_damaged_files_are_named(folder):
+    (folder / WEIGHTS).write_bytes(b"none")
+    with pytest.raises(CheckpointError, match=WEIGHTS):
+        load(folder, target())
+    (folder / CONFIG).write_text('{"target": 1}')
+    with pytest.raises(CheckpointError, match="no configuration of a draft head"):
+        load(folder, target())
+    (folder / CONFIG).unlink()
+    with pytest.raises(CheckpointError, match=r"no readable config\.json"):
+        load(folder, target())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("norm"), "norm are missing, extra or misshapen"),
+        (lambda tensors: tensors.update(extra=torch.ones(1)), "extra are missing"),
+        (lambda tensors: tensors.update(norm=torch.ones(3)), "norm are missing"),
+        (lambda tensors: tensors.pop(VOCABULARY), "does not name 10 tokens"),
+        (lambda tensors: tensors.update(vocabulary=torch.arange(10).flip(0)), "out of order or range"),
+        (lambda tensors: tensors.update(vocabulary=torch.arange(10) + 311), "out of order or range"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(folder, change, message):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, target())
+
+
+def test_releasing_a_head_leaves_its_target(folder):
+    model = target()
+    head = load(folder, model)
+    head.release()
+    assert model.embed_tokens.untyped_storage().nbytes() > 0
+    assert model.compute_logits(torch.ones(1, 64)).shape == (1, 320)
