@@ -68,6 +68,7 @@ LAYERS = [
         "cli",
         "cli_options",
         "cli_output",
+        "cli_prompts",
         "cli_simulate",
         "cli_speculative",
         "chat",
