@@ -27,16 +27,17 @@ from torch import Tensor
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
 
-MOST_TOKENS = 64
-"""Beyond so many, a library's product is as fast."""
-MOST_IN_A_TILE = 64
+PROCESSORS = 132
+"""Of an H200, on which the cuts were chosen."""
+ROWS = 64
+"""Of a weight in a tile: the least that tensor cores of sm_90 take."""
+MOST_IN_A_TILE = 128
 """Tokens."""
-LEAST_ROWS = 64
-"""Of a weight in a tile."""
-PROGRAMS = 264
-"""To keep a GPU of 132 processors busy to the end: fewer tiles than that are shared."""
-LEAST_COLUMNS = 1024
-"""Of a program that shares a tile: fewer would be over before they are under way."""
+
+
+def serves(num_tokens: int, num_rows: int) -> bool:
+    """Whether the kernel is no slower than a library's product: up to 64 tokens, up to 128 where a weight has few rows."""
+    return num_tokens <= (MOST_IN_A_TILE if num_rows <= 8192 else 64)
 
 
 class Cut(NamedTuple):
@@ -56,13 +57,15 @@ class Cut(NamedTuple):
 
 
 def cut(num_tokens: int, num_rows: int, in_features: int) -> Cut:
-    """The cut for a number of tokens and a weight of ``num_rows`` rows."""
+    """The cut for a number of tokens and a weight of ``num_rows`` rows: the fastest of some dozens (kernels/NOTES.md)."""
     tokens = min(max(power_of_two(num_tokens), 16), MOST_IN_A_TILE)
-    tiles = triton.cdiv(num_rows, LEAST_ROWS) * triton.cdiv(num_tokens, tokens)
-    splits = 1
-    while splits < 8 and tiles * splits < PROGRAMS and in_features >= 2 * splits * LEAST_COLUMNS:
-        splits *= 2
-    return Cut(tokens, LEAST_ROWS, 256, 4 if tokens < 64 else 3, splits, 4)
+    tiles = triton.cdiv(num_rows, ROWS)
+    columns, num_stages = (256, 5) if tokens == 16 else (128, 6) if tokens < 128 else (128, 5)
+    if PROCESSORS < tiles <= 2 * PROCESSORS and tokens < 128:
+        # Some processors would have two tiles, others one: with tiles twice as tall all have one at most.
+        return Cut(tokens, 2 * ROWS, 128, 6 if tokens == 16 else 5, 1, 4)
+    shared = 2 * tiles <= PROCESSORS and in_features >= (4096 if tokens in (32, 64) else 8192)
+    return Cut(tokens, ROWS, columns, num_stages, 2 if shared else 1, 4)
 
 
 @triton.jit
@@ -193,9 +196,9 @@ def fp8_gated_linear(
     return _launch(values, scales, weight, weight_scales, result, arrivals, gated=True)
 
 
-def num_arrivals(num_rows: int, num_tokens: int = MOST_TOKENS) -> int:
+def num_arrivals(num_rows: int, num_tokens: int = MOST_IN_A_TILE) -> int:
     """How many tiles of outputs there are for so many tokens, or fewer."""
-    return int(triton.cdiv(num_rows, LEAST_ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
+    return int(triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
 
 
 def _launch(

@@ -54,10 +54,11 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
         signature |= dict.fromkeys(numbers, "i32")
         overlap = capability >= OVERLAPS_FROM
         found = []
-        for tokens, outputs in ((1, 57344), (64, 57344), (1, 4096), (64, 4096)):
-            one = cut(tokens, outputs, 4096)
+        served = ((1, 57344), (64, 57344)) if gated else ((1, 4096), (64, 4096), (1, 10240), (128, 8192))
+        for tokens, outputs in served:
+            one = cut(tokens, outputs, 14336)
             compiled = {"GATED": gated, "OVERLAP": overlap} | compiled_in(one)
-            label = f"{tokens} tokens, {one.splits} splits"
+            label = f"{tokens} tokens, {outputs} outputs"
             odd = frozenset({"num_tokens"})
             found.append(Compile(fp8_linear_kernel, signature, compiled, one.num_warps, one.num_stages, odd, label))
         return tuple(found)
@@ -79,8 +80,8 @@ SMALL: tuple[Shape, ...] = (
     {"T": 1, "out_features": 1, "in_features": 1},
     {"T": 1, "out_features": 9, "in_features": 80, "gap": 3},
     {"T": 5, "out_features": 70, "in_features": 300},
-    {"T": 3, "out_features": 17, "in_features": 2100},
-    {"T": 65, "out_features": 33, "in_features": 64, "gap": 1},
+    {"T": 3, "out_features": 70, "in_features": 8200},
+    {"T": 130, "out_features": 33, "in_features": 64, "gap": 1},
 )
 SERVED = ((6144, 4096), (4096, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (8192, 28672))
 """Those of Llama-3-8B and -70B that are not gate's and up's."""

@@ -34,8 +34,8 @@ from refimpl.kernels.spec import EXACT, Case, Compile, KernelSpec, Shape
 
 WORDS: dict[int, tl.dtype] = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """The type that so many bytes are moved as."""
-CHUNK = 2048
-"""Words a program moves: 16 kB of int64, eight loads of 16 bytes for each of 128 threads."""
+CHUNK = 512
+"""Words a program moves: 4 kB of int64, two loads of 16 bytes for each of 128 threads."""
 NUM_WARPS = 4
 
 

@@ -25,6 +25,8 @@ from refimpl.kernels.launch import check_last_axis, check_same, device_of, power
 from refimpl.kernels.overlap import after_previous, overlapping
 from refimpl.kernels.rotary import HEADS, NUM_WARPS, check_angles, load_angles, rotate
 
+MANY_TOKENS = 1024
+
 
 @triton.jit
 def _slot_start(slot: tl.tensor, B: tl.tensor, block_stride: tl.tensor, place_stride: tl.tensor) -> tl.tensor:
@@ -161,6 +163,11 @@ def turn_and_write_kv_kernel(
             )
 
 
+def warps(T: int) -> int:
+    """Warps a program: 1 where the tokens fill the device, so that each thread moves much; else 4, which are done sooner."""
+    return 1 if T >= MANY_TOKENS else NUM_WARPS
+
+
 def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
     """Write ``key, value [T, Hkv, D]`` into ``k_cache, v_cache [blocks, B, Hkv, D]`` at slots ``[T]``; below 0: nowhere.
 
@@ -178,7 +185,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         with device_of(key):
             write_kv_kernel[(T, triton.cdiv(num_kv_heads, heads))](
                 key, value, k_cache, v_cache, slot_mapping, *strides, num_kv_heads, k_cache.shape[1], D,
-                HEADS=heads, WIDTH=power_of_two(D), num_warps=NUM_WARPS, **overlapping(key),
+                HEADS=heads, WIDTH=power_of_two(D), num_warps=warps(T), **overlapping(key),
             )  # fmt: skip
     return k_cache, v_cache
 
@@ -220,7 +227,7 @@ def turn_and_write_kv(
             turn_and_write_kv_kernel[grid](
                 query, key, value, positions, cos, sin, k_cache, v_cache, slot_mapping, turned,
                 *strides, cos.stride(0), *k_cache.stride()[:3], *sizes,
-                HEADS=heads, HALF=power_of_two(D // 2), num_warps=NUM_WARPS, **overlapping(query),
+                HEADS=heads, HALF=power_of_two(D // 2), num_warps=warps(T), **overlapping(query),
             )  # fmt: skip
     return turned, k_cache, v_cache
 

@@ -60,7 +60,9 @@ def _compiles(capability: int, turning: bool) -> tuple[Compile, ...]:
             if name not in tiles
         }
         odd = frozenset({"num_heads", "num_kv_heads"} | ({"half"} if D == 80 else set()))
-        found.append(Compile(kernel, signature, tiles, NUM_WARPS, unaligned=odd, label=f"D={D} {element[1:]}"))
+        for num_warps in (NUM_WARPS, 1):
+            label = f"D={D} {num_warps} warps {element[1:]}"
+            found.append(Compile(kernel, signature, tiles, num_warps, unaligned=odd, label=label))
     return tuple(found)
 
 

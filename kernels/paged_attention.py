@@ -51,8 +51,8 @@ from refimpl.kernels.split_plan import SplitPlan, plan_splits
 MAX_QUERIES = 16
 """Queries a sequence that this kernel serves; more are a prefill (:mod:`refimpl.kernels.flash_attention`)."""
 HEADS_AT_ONCE = 4
-SPLITS_AT_ONCE = 16
-"""Of a program that merges: 8,192 numbers in its registers at a head size of 128."""
+SPLITS_AT_ONCE = 32
+"""Of a program that merges: 16,384 numbers in its registers at a head size of 128."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -186,9 +186,10 @@ class DecodeTiles:
 def decode_tiles(capability: int, head_dim: int, rows: int, dtype: torch.dtype) -> DecodeTiles:
     """The cut for ``rows`` = queries · G rows a key/value head.
 
-    By arithmetic, not by measurement. Of n stages, n − 1 tiles are under way while one is computed: 64 keys of 128 numbers
-    in 16 bits, K and V, are 32 KiB, so a program of 3 stages has 64 KiB under way, and 71 KiB of shared memory. An H200
-    (227 KiB a multiprocessor) needs some 35 KiB under way to hide a microsecond of latency.
+    A tile of 64 keys of 128 numbers in 16 bits, K and V, is 32 KiB, and an H200 needs some 35 KiB under way on each
+    multiprocessor to hide a microsecond of latency. So few stages of many programs do: with 2 stages a program has 38 KiB of
+    shared memory, and 4 fit (measured: 3 programs of 3 stages were up to 13% slower, since 64 sequences of 8 heads are 512
+    programs, which are one wave of 528 and two of 396). Other cuts are by arithmetic.
     """
     if capability < 80 or dtype == torch.float32:
         # Products of M · N · D numbers: 64 a thread of 128.
@@ -196,6 +197,8 @@ def decode_tiles(capability: int, head_dim: int, rows: int, dtype: torch.dtype) 
         return DecodeTiles(min(4, power_of_two(rows)), tile_n, 4, 1, 4, vector=True)
     tile_m = min(64 if head_dim <= 128 else 32, max(16, power_of_two(rows)))
     if 90 <= capability < 100:
+        if tile_m == 16 and head_dim <= 128:
+            return DecodeTiles(tile_m, 64, 4, 2, 4)
         return DecodeTiles(tile_m, 64 if head_dim <= 128 else 32, 4, 3, 3 if tile_m == 16 else 2)
     # Elsewhere the compiler finds no registers for 64 keys; 32 of them in one stage more are as many bytes under way.
     small = capability in (86, 89)  # 100 KiB of shared memory
@@ -203,7 +206,7 @@ def decode_tiles(capability: int, head_dim: int, rows: int, dtype: torch.dtype) 
 
 
 def splits_at_once(head_dim: int) -> int:
-    """Splits that a merging program takes at once: 16 of heads of 128 numbers, which are 64 registers of each thread."""
+    """Splits that a merging program takes at once: 32 of heads of 128 numbers, which are 128 registers of each thread."""
     return max(1, SPLITS_AT_ONCE * 128 // max(128, padded(head_dim)))
 
 

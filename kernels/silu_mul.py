@@ -5,8 +5,9 @@
     gate_up [T, 2·I]  ─  gate = columns [0, I), up = columns [I, 2·I)  ─►  gate / (1 + exp(−gate)) · up  [T, I]
 
 Elementwise and bound by memory: three numbers moved for about five operations. A program takes ``BLOCK`` columns of one row;
-eight numbers a thread make loads of 16 bytes in 16-bit dtypes. Everything between load and store is in float32, so there is
-one rounding. Source: Shazeer 2020, "GLU Variants Improve Transformer".
+eight numbers a thread make loads of 16 bytes in 16-bit dtypes. Programs follow each other along a row, so that what runs at
+the same time reads memory in one piece (4% faster than down the columns). Everything between load and store is in float32,
+so there is one rounding. Source: Shazeer 2020, "GLU Variants Improve Transformer".
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def silu_mul_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Columns ``program_id(1) · BLOCK …`` of row ``program_id(0)``; ``size`` is I."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """One piece of a row, and the next program the next one; ``size`` is I."""
+    pieces = tl.cdiv(size, BLOCK)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    column = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     start = gate_up + row * gate_up_stride
     after_previous(OVERLAP)
@@ -60,7 +62,7 @@ def silu_mul(gate_up: Tensor, product: Tensor | None = None) -> Tensor:
     check_same("sizes", gate_up=(T, 2 * (gate_up.shape[1] // 2)), twice_product=(product.shape[0], 2 * product.shape[1]))
     if T and size:
         with device_of(gate_up):
-            silu_mul_kernel[(T, triton.cdiv(size, BLOCK))](
+            silu_mul_kernel[(T * triton.cdiv(size, BLOCK),)](
                 gate_up, product, gate_up.stride(0), product.stride(0), size, BLOCK=BLOCK, num_warps=NUM_WARPS,
                 **overlapping(gate_up),
             )  # fmt: skip

@@ -1,6 +1,7 @@
 """The form of benchmark results, and that the README's tables are the kept results."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -92,14 +93,14 @@ def test_the_counter_knows_packed_products_and_attention():
 
     from refimpl.layers.linear import Linear
 
-    linear = Linear(16, 32, torch.float32, torch.device("cpu"))
-    linear.weight.data.normal_()
-    for pack in (False, True):
+    for dtype, pack in product((torch.float32, torch.bfloat16), (False, True)):
+        linear = Linear(16, 32, dtype, torch.device("cpu"))
+        linear.weight.data.normal_()
         if pack:
             linear.pack()
         with torch.inference_mode(), flop_counter() as counter:
             linear(torch.randn(5, 16))
-        assert counter.get_total_flops() == 2 * 5 * 16 * 32, f"{pack = }"
+        assert counter.get_total_flops() == 2 * 5 * 16 * 32, f"{dtype}, {pack = }"
     q, kv = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
     with torch.inference_mode(), flop_counter() as counter:
         torch.nn.functional.scaled_dot_product_attention(q, kv, kv)

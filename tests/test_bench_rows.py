@@ -87,14 +87,21 @@ def test_a_budget_shrinks_the_lengths_of_both_sides_alike_and_the_row_says_so(mo
     assert {check.name for check in result.checks} >= {f"{name}_tokens_missing" for name in NAMES}
 
 
+def test_three_repeats_of_whole_lengths_go_before_more_of_shorter_ones(monkeypatch, clock):
+    ours, other = FakeSide(clock, 1e-3), FakeSide(clock, 14e-3)
+    result = run(monkeypatch, ours, other, repeats=5, workloads=["mixed_32"], max_minutes=8)
+    assert (result.results["mixed_32"]["shrink"], result.results["mixed_32"]["repeats"]) == (1, 3)
+    assert clock.now <= 8 * 60
+
+
 def test_repeats_become_fewer_when_the_shortest_lengths_take_too_long(monkeypatch, clock):
     result = run(
-        monkeypatch, FakeSide(clock, 0.1), FakeSide(clock, 0.1), repeats=9, workloads=["decode_b8"], max_minutes=4.5
+        monkeypatch, FakeSide(clock, 0.2), FakeSide(clock, 0.2), repeats=9, workloads=["decode_b8"], max_minutes=4.5
     )
     row = result.results["decode_b8"]
     assert row["shrink"] == throughput.SHRINKS[-1]
     assert 1 <= row["repeats"] < 9
-    assert result.setting["tokens_produced"] == row["output_tokens"] * (row["repeats"] + 1)
+    assert result.setting["tokens_produced"] == row["output_tokens"] * row["repeats"], "the trial is not counted"
 
 
 def test_a_row_that_does_not_fit_is_left_out_and_says_so(monkeypatch, clock, capsys):
@@ -119,12 +126,12 @@ def test_what_was_measured_is_kept_when_it_is_interrupted(monkeypatch, clock, tm
     result = run(monkeypatch, ours, FakeSide(clock, 1e-3), repeats=2)
     assert result.results["decode_b1"]["repeats"] == 2
     assert [result.results[name] for name in NAMES[1:]] == [{"not_measured": reason}] * 2
-    whole = tmp_path / "throughput-x-2026-01-01.json"
+    whole = tmp_path / "throughput-x-bfloat16-2026-01-01.json"
     whole.write_text("{}")
     result.setting.update(hardware="x", date="2026-01-01")
     with pytest.raises(SystemExit, match="1"):
         report_result(result, True, tmp_path)
-    kept = json.loads((tmp_path / "throughput-x-2026-01-01-partial.json").read_text())
+    kept = json.loads((tmp_path / "throughput-x-bfloat16-2026-01-01-partial.json").read_text())
     assert kept["results"] == json.loads(json.dumps(result.results))
     assert whole.read_text() == "{}", "a part never takes the whole's place"
 

@@ -3,8 +3,8 @@
 Each sequence's new tokens are cut into *tiles* of at most 256 queries. A tile sees the context up to its last query, so a
 long prompt skips most of the upper triangle of its scores. Tiles with equally many queries and contexts of similar length
 are stacked into a *group*: all decodes of a step make one group, or a few. A group gathers whole blocks through its block
-tables (a block is one contiguous copy), and folds the ``G`` query heads of a key/value head into rows, so that keys and
-values are never repeated::
+tables (a block is one contiguous copy; on a CPU blocks that follow each other are read where they are), and folds the ``G``
+query heads of a key/value head into rows, so that keys and values are never repeated::
 
     query  [T, Hq, D]  ─ rows of the group ─►  [tiles, Hkv, n·G, D]
     cache  [blocks, B, Hkv, D]  ─ tables ───►  [tiles, Hkv, L,   D]   ─ softmax(q kᵀ) v ─►  [T, Hq, D]
@@ -65,6 +65,8 @@ class Group:
     """Keys a tile, the longest one's (``L``)."""
     block_ids: Int[Tensor, "tiles_x_blocks"]
     """The head of the tiles' block tables, tile after tile."""
+    in_place: int | None
+    """The first block of a lone tile whose blocks follow each other in the cache: it is read where it lies."""
     from_start: bool
     """Whether the tiles are prompts from their first token on, so that query i sees the keys up to i."""
     hidden: Bool[Tensor, "tiles 1 queries L"] | None
@@ -121,16 +123,24 @@ def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
     hidden, unwritten = _masks(tiles.contexts, num_queries, device) if masked else (None, None)
     tables = metadata.block_table[:, : -(-context // metadata.block_size)]
     tokens = None if in_order else np.add.outer(tiles.first_tokens, np.arange(num_queries)).ravel()
+    block_ids = tables[to_device(torch.from_numpy(tiles.sequences), device)].flatten()
     return Group(
         tokens=None if tokens is None else to_device(torch.from_numpy(tokens), device),
         num_tiles=len(tiles),
         num_queries=num_queries,
         context=context,
-        block_ids=tables[to_device(torch.from_numpy(tiles.sequences), device)].flatten(),
+        block_ids=block_ids,
+        in_place=_consecutive(block_ids) if len(tiles) == 1 and device.type == "cpu" else None,
         from_start=from_start,
         hidden=hidden,
         unwritten=unwritten if shortest < context else None,
     )
+
+
+def _consecutive(block_ids: Int[Tensor, "blocks"]) -> int | None:
+    """The first of blocks that follow each other."""
+    ids = block_ids.numpy()
+    return int(ids[0]) if (np.diff(ids) == 1).all() else None
 
 
 def _masks(
@@ -182,13 +192,16 @@ class TorchPagedStep:
         Hkv = layer_kv.k.shape[2]
         keys = self._gather(layer_kv.k, group, 0)
         values = self._gather(layer_kv.v, group, 1)
-        tiles = query.unflatten(0, (group.num_tiles, group.num_queries))  # [tiles, n, Hq, D]
+        tiles, n, (_, Hq, D) = group.num_tiles, group.num_queries, query.shape
         if group.from_start:
             attended = F.scaled_dot_product_attention(
-                tiles.transpose(1, 2), keys, values, is_causal=True, scale=self._scale, enable_gqa=True
+                query.view(tiles, n, Hq, D).transpose(1, 2), keys, values, is_causal=True, scale=self._scale, enable_gqa=True
             )
             return attended.transpose(1, 2).flatten(0, 1)
-        folded = tiles.unflatten(2, (Hkv, -1)).transpose(1, 2)  # [tiles, Hkv, n, G, D]
+        if n == 1:  # most steps: as below, with fewer views
+            rows = query.view(tiles, Hkv, Hq // Hkv, D)
+            return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=self._scale).reshape(query.shape)
+        folded = query.view(tiles, n, Hkv, Hq // Hkv, D).transpose(1, 2)  # [tiles, Hkv, n, G, D]
         rows = folded.flatten(2, 3)
         attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=self._scale)
         unfolded: Tensor = attended.view(folded.shape).transpose(1, 2)
@@ -196,6 +209,10 @@ class TorchPagedStep:
 
     def _gather(self, cache: Float[Tensor, "blocks B Hkv D"], group: Group, which: int) -> Float[Tensor, "tiles Hkv L D"]:
         """The pages of each tile, laid end to end; slots beyond a tile's context are zero."""
+        if group.in_place is not None and cache.is_contiguous():
+            _, block_size, Hkv, D = cache.shape
+            first = cache.storage_offset() + group.in_place * block_size * Hkv * D
+            return cache.as_strided((1, Hkv, group.context, D), (0, D, Hkv * D, 1), first)  # one view in place of five
         shape = (len(group.block_ids), *cache.shape[1:])
         size = math.prod(shape)
         buffer = self._scratch[which]

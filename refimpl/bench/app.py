@@ -10,7 +10,7 @@ import typer
 bench = typer.Typer(help="Measure, and print one JSON object of figures and checks.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")]
-Save = Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DATE.json into this folder.")]
+Save = Annotated[Path | None, typer.Option(help="Also write it as TOPIC-HARDWARE-DTYPE-DATE.json into this folder.")]
 MaxMinutes = Annotated[
     float | None,
     typer.Option(help="For everything. Rows that take too long are made smaller, or left out; the result says so."),

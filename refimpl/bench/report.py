@@ -31,16 +31,16 @@ _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def newest_results() -> dict[str, list[dict[str, Any]]]:
-    """The kept results by topic, one for each hardware: the one of the latest date."""
-    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    """The kept results by topic, one for each hardware and dtype: the one of the latest date."""
+    newest: dict[tuple[str, str, str], dict[str, Any]] = {}
     for file in sorted(files("refimpl").joinpath("bench/results").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".json"):
             result = json.loads(file.read_text())
-            key = (result["topic"], result["setting"]["hardware"])
+            key = (result["topic"], result["setting"]["hardware"], result["setting"].get("dtype", ""))
             if key not in newest or result["setting"]["date"] >= newest[key]["setting"]["date"]:
                 newest[key] = result
     topics: dict[str, list[dict[str, Any]]] = {}
-    for (topic, _), result in sorted(newest.items()):
+    for (topic, *_), result in sorted(newest.items()):
         topics.setdefault(topic, []).append(result)
     return topics
 

@@ -89,14 +89,16 @@ def workload_hash(workload: Any) -> str:
 def report_result(result: Result, as_json: bool, save: Path | None) -> None:
     """Print a result, for programs or for people, and keep it if asked.
 
-    Exit code 1 if a check fails, or a row was not measured; such a result never takes a whole one's place.
+    Results of other hardware and dtypes are kept beside it. Exit code 1 if a check fails, or a row was not measured; such a
+    result never takes a whole one's place.
     """
     text = json.dumps(asdict(result), indent=None if as_json else 2)
     print(text)  # noqa: T201 - this is the command's output
     if save is not None:
         if not save.is_dir():
             raise RefimplError(f"{save} is no folder; make it first, or give another")
-        slug = re.sub(r"[^a-z0-9]+", "-", result.setting["hardware"].lower()).strip("-")
+        of = f"{result.setting['hardware']} {result.setting.get('dtype', '')}"  # a result of another dtype stays beside
+        slug = re.sub(r"[^a-z0-9]+", "-", of.lower()).strip("-")
         partial = "-partial" if result.not_measured() else ""
         path = save / f"{result.topic}-{slug}-{result.setting['date']}{partial}.json"
         path.write_text(json.dumps(asdict(result), indent=2) + "\n")

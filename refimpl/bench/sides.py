@@ -104,20 +104,22 @@ def serve(engine: Engine, requests: Requests, detokenize: bool = True, temperatu
     return Run(first or total, total, [answers[str(number)] for number in range(len(requests))])
 
 
-def in_turn(sides: Mapping[str, Callable[[], Run]], repeats: int, until: float = math.inf) -> dict[str, list[Run]]:
-    """Run every side ``repeats`` times in turn, so that all see the same machine. A first turn is discarded.
+def in_turn(
+    sides: Mapping[str, Callable[[], Run]], repeats: int, until: float = math.inf, discarded: int = 1
+) -> dict[str, list[Run]]:
+    """Run every side ``repeats`` times in turn, so that all see the same machine, after turns that are ``discarded``.
 
     Repeats that would not end by ``until`` (of ``time.perf_counter``) are left out, but for the first of them.
     """
     runs: dict[str, list[Run]] = {name: [] for name in sides}
     started = time.perf_counter()
-    for turn in tqdm(range(repeats + 1), desc=" and ".join(sides), unit="turn", leave=False, disable=None):
+    for turn in tqdm(range(discarded + repeats), desc=" and ".join(sides), unit="turn", leave=False, disable=None):
         now = time.perf_counter()
-        if turn > 1 and now + (now - started) / turn > until:
+        if turn > discarded and now + (now - started) / turn > until:
             break
         for name, side in sides.items():
             run = side()
-            if turn:
+            if turn >= discarded:
                 runs[name].append(run)
     return runs
 

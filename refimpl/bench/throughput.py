@@ -4,8 +4,9 @@ Three workloads: one request and eight that decode together (the rate after thei
 ones that are all there at once (the rate over everything). Transformers answers the mix in static batches of 8, in the order
 of arrival, and, as its users would if they knew the lengths beforehand, sorted by output length.
 
-With a budget of time a row that would take too long is made smaller for all sides alike: first its lengths shrink, by as
-much as a short trial says, then its repeats become fewer. The row tells both (``shrink``, ``repeats``).
+With a budget of time a row that would take too long is made smaller for all sides alike, by as much as a short trial says:
+first its repeats become three, then its lengths shrink, and last its repeats become one. The row tells both (``repeats``,
+``shrink``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PROMPT, OUTPUT = 37, 128
 SHORTEST, LONGEST = 16, 256
 SHRINKS = (1.0, 0.5, 0.25, 0.125)
 """What the lengths of a row that would take too long are multiplied with, the first that fits."""
+FEWEST_REPEATS = 3
+"""Repeats that a row keeps before its lengths shrink."""
 TRIAL = 1 / 16
 """The same for the trial that says how long a row takes."""
 
@@ -117,7 +120,9 @@ def run(
             workload=f"{lengths[0]} tokens in and {lengths[1]} out, alone and eight at once; 32 requests of {lengths[2]} to "
             f"{lengths[3]} in and out; greedy, no prefix cache",
             workload_hash=workload_hash([workload.requests(scale, vocab_size) for workload in WORKLOADS.values()]),
-            tokens_produced=sum(row["output_tokens"] * (row["repeats"] + 1) for row in rows.measured().values()),
+            tokens_produced=sum(
+                row["output_tokens"] * (row["discarded"] + row["repeats"]) for row in rows.measured().values()
+            ),
             repeats=repeats,
         ),
         results=rows.all(),
@@ -161,19 +166,22 @@ def _measure(
 ) -> Figures:
     """Rates of every side, ratios of ours to each, and what the tokens say, in about so many seconds."""
     until, shrink = time.perf_counter() + seconds, 1.0
-    if seconds < math.inf:
+    tried = seconds < math.inf
+    if tried:
         shrink, repeats = _fitted(sides, lambda part: workload.requests(scale * part, vocab_size), repeats, until)
     requests = workload.requests(scale * shrink, vocab_size)
     peer = sides.get("transformers")
     if isinstance(peer, Transformers):
         peer.choose(requests[:BATCH], until)
-    runs = in_turn(_turns(sides, requests), repeats, until)
+    # What a side does at its first call is no part of a turn: after a trial it is done.
+    runs = in_turn(_turns(sides, requests), repeats, until, discarded=0 if tried else 1)
     rates = {name: [workload.rate(run) for run in listed] for name, listed in runs.items()}
     figures: Figures = {
         "tokens_per_second": {name: spread(values) for name, values in rates.items()},
         "ratios": {name: ratio(rates["refimpl"], values) for name, values in rates.items() if name != "refimpl"},
         "shrink": shrink,
         "repeats": len(rates["refimpl"]),
+        "discarded": 0 if tried else 1,
         "output_tokens": sum(output for _, output in requests),
         "settings": {name: side.settings for name, side in sides.items()},
         "tokens_missing": _missing(requests, list(itertools.chain(*runs.values()))),
@@ -202,7 +210,7 @@ def _fitted(
 
     """
     trial = requests_of(TRIAL)
-    for _ in range(2):  # what a side does at its first call is no part of a turn
+    for _ in range(2):  # the second time counts
         started = time.perf_counter()
         for turn in _turns(sides, trial).values():
             turn()
@@ -214,21 +222,22 @@ def _fitted(
         requests = requests_of(shrink)
         turn_seconds = took * _tokens(requests) / _tokens(trial)
         others = _other_turns(sides, requests)
-        if turn_seconds * (others + repeats) <= left:
-            return shrink, repeats
-    if (once := turn_seconds * (others + 1)) > left:
+        fitting = int(left / turn_seconds - others)
+        if fitting >= min(repeats, FEWEST_REPEATS):
+            return shrink, min(repeats, fitting)
+    if fitting < 1:
         raise DoesNotFit(
-            f"with lengths × {shrink:g} and one repeat it takes about {once:.0f} seconds, and "
+            f"with lengths × {shrink:g} and one repeat it takes about {turn_seconds * (others + 1):.0f} seconds, and "
             f"{max(0.0, left):.0f} were left for it"
         )
-    return shrink, int(left / turn_seconds - others)
+    return shrink, fitting
 
 
 def _other_turns(sides: dict[str, Side], requests: Requests) -> float:
-    """What a row costs beside its repeats, in turns: the first; choosing transformers' setting, and asking it for logits."""
+    """What a row costs beside its repeats, in turns: choosing transformers' setting, and asking it for logits."""
     if "transformers" not in sides:
-        return 1
-    return 2 + 2 * len(CANDIDATES) * min(1, TRIAL_TOKENS / max(output for _, output in requests))
+        return 0
+    return 1 + 2 * len(CANDIDATES) * min(1, TRIAL_TOKENS / max(output for _, output in requests))
 
 
 def _tokens(requests: Requests) -> int:

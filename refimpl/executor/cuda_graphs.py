@@ -24,7 +24,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -132,6 +132,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@runtime_checkable
 class Step(Protocol):
     """What is recorded: work of the device alone, on numbers at a fixed place."""
 

@@ -15,7 +15,7 @@ import msgspec
 from refimpl.config import GIB
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.memory import ENOUGH
-from refimpl.executor.mixed_graphs import mixed_sizes
+from refimpl.executor.mixed_graphs import mixed_sizes, recorded_sets
 from refimpl.memory_report import MemoryPart, SettingChange
 
 LOGITS_COPIES = 9
@@ -104,7 +104,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_graphs(self) -> int:
         """CUDA graphs that are recorded."""
-        mixed = len(mixed_sizes(self.max_num_batched_tokens)) if self.mixed_graphs else 0
+        rows, tokens = graph_sizes(self.max_num_seqs)[-1], mixed_sizes(self.max_num_batched_tokens)
+        mixed = sum(len(sizes) for _, sizes in recorded_sets(tokens, rows)) if self.mixed_graphs else 0
         return len(graph_sizes(self.max_num_seqs)) + mixed if self.graphs else 0
 
     @property

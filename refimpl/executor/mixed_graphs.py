@@ -31,6 +31,8 @@ from refimpl.models.llama import LlamaForCausalLM
 
 TOKENS = [*range(64, 1025, 64), *range(1152, 2049, 128)]
 """Numbers of tokens that graphs are recorded for. Beyond them a GPU computes for longer than Python starts kernels."""
+FEW_ROWS = 128
+"""Each number of tokens is recorded for so many rows, and for all that there may be: empty rows cost a little a layer."""
 MOST_PROMPTS = 16
 """Prompts of a step, at most: each may leave one tile partly empty."""
 
@@ -38,6 +40,13 @@ MOST_PROMPTS = 16
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
     """Those of ``TOKENS`` up to the first that holds ``max_num_batched_tokens``; all, if none does."""
     return TOKENS[: bisect.bisect_left(TOKENS, max_num_batched_tokens) + 1]
+
+
+def recorded_sets(token_sizes: list[int], most_rows: int) -> list[tuple[int, list[int]]]:
+    """Numbers of rows, rising, and for each the numbers of tokens that graphs are recorded for."""
+    few = min(FEW_ROWS, most_rows)
+    sets = [(few, token_sizes), (most_rows, [size for size in token_sizes if size > few])]
+    return sets if most_rows > few and sets[1][1] else sets[:1]
 
 
 class MixedStep:

@@ -17,7 +17,7 @@ from refimpl.executor.check_graphs import CHECK_SIZES, CheckGraphs
 from refimpl.executor.cuda_graphs import DecodeGraphs, DecodeStep
 from refimpl.executor.drafted_rows import DraftedRows
 from refimpl.executor.input_batch import InputBatch, StepInputs
-from refimpl.executor.mixed_graphs import MixedGraphs, MixedStep
+from refimpl.executor.mixed_graphs import MixedGraphs, MixedStep, recorded_sets
 from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.readout import read_row
@@ -45,8 +45,8 @@ class ModelRunner:
         self.sampler = Sampler()
         self.graphs: DecodeGraphs | None = None
         """Recorded steps of decodes alone; on a GPU, once they are captured."""
-        self.mixed_graphs: MixedGraphs | None = None
-        """Recorded steps of decodes and prompts, likewise."""
+        self.mixed_graphs: list[MixedGraphs] = []
+        """Recorded steps of decodes and prompts, likewise: the first that serves a step has the fewest empty rows."""
         self.check_graphs: CheckGraphs | None = None
         """Recorded checks of drafts, likewise."""
         self.speculation: Speculation | None = None
@@ -58,9 +58,9 @@ class ModelRunner:
         for ``checks`` of so many drafts.
         """
         pool = None
-        if token_sizes:  # first: they are the larger ones
-            self.mixed_graphs = MixedGraphs(self.mixed_step(sizes[-1], token_sizes[-1]), token_sizes)
-            pool = self.mixed_graphs.pool
+        for rows, tokens in reversed(recorded_sets(token_sizes, sizes[-1]) if token_sizes else []):  # the larger ones first
+            self.mixed_graphs.insert(0, MixedGraphs(self.mixed_step(rows, tokens[-1]), tokens, pool))
+            pool = self.mixed_graphs[0].pool
         step = self.decode_step(sizes[-1])
         self.graphs = DecodeGraphs(step, sizes, pool)
         if checks:
@@ -78,7 +78,7 @@ class ModelRunner:
 
     def release_graphs(self) -> None:
         """Give the recordings' memory back."""
-        for graphs in (self.graphs, self.mixed_graphs, self.check_graphs):
+        for graphs in (self.graphs, *self.mixed_graphs, self.check_graphs):
             if graphs is not None:
                 graphs.release()
 
@@ -161,8 +161,10 @@ class ModelRunner:
         """The model's hidden states, by a recorded graph where there is one for the step."""
         if self.graphs is not None and self.graphs.serves(inputs):
             return self.graphs.replay(inputs.row_slots, inputs.bounds)
-        if self.mixed_graphs is not None and self.speculation is None and self.mixed_graphs.serves(inputs):
-            return self.mixed_graphs.replay(inputs)
+        if self.speculation is None:
+            for graphs in self.mixed_graphs:
+                if graphs.serves(inputs):
+                    return graphs.replay(inputs)
         tokens = self.input_batch.model_inputs(inputs)
         attention = self.backend.begin_step(tokens.attention)
         hidden: Tensor = self.model(tokens.input_ids, tokens.positions, self.kv_cache.layers, attention)

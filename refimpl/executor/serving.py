@@ -9,7 +9,7 @@ from refimpl.attention import LEAST_FOR_PREFILL, Setting, backend_choice
 from refimpl.attention.backend import RecordsPrompts
 from refimpl.config import EngineArgs
 from refimpl.executor.cuda_graphs import graph_sizes
-from refimpl.executor.mixed_graphs import mixed_sizes
+from refimpl.executor.mixed_graphs import mixed_sizes, recorded_sets
 from refimpl.kernels.by_triton import obstacle
 
 
@@ -106,6 +106,7 @@ def _graphs(
     attention_backend: Any, setting: Setting, enforce_eager: bool, step_limits: tuple[int, int]
 ) -> tuple[Served, Served]:
     rows, tokens = graph_sizes(step_limits[0]), mixed_sizes(step_limits[1])
+    num_mixed = sum(len(sizes) for _, sizes in recorded_sets(tokens, rows[-1]))
     decodes, decodes_why = graphs_choice(attention_backend, setting, enforce_eager)
     mixed, mixed_why = mixed_graphs_choice(attention_backend, setting, enforce_eager)
     eager = "kernel by kernel, no CUDA graphs"
@@ -113,7 +114,7 @@ def _graphs(
         Served("steps of decodes", f"{len(rows)} CUDA graphs, for up to {rows[-1]} sequences", decodes_why)
         if decodes
         else Served("steps of decodes", eager, decodes_why),
-        Served("steps with prompts", f"{len(tokens)} CUDA graphs, for up to {tokens[-1]:,} tokens", mixed_why)
+        Served("steps with prompts", f"{num_mixed} CUDA graphs, for up to {tokens[-1]:,} tokens", mixed_why)
         if mixed
         else Served("steps with prompts", eager, mixed_why),
     )
@@ -127,5 +128,5 @@ def _fp8(quantization: str | None, setting: Setting, obstacle_to_kernels: str) -
         return [Served("products of FP8 weights", "torch", why)]
     if obstacle_to_kernels:
         return [Served("products of FP8 weights", "torch, on widened weights", obstacle_to_kernels)]
-    by = "kernel fp8_linear up to 64 tokens, torch._scaled_mm beyond"
+    by = "kernel fp8_linear up to 64 or 128 tokens, torch._scaled_mm beyond"
     return [Served("products of FP8 weights", by, f"sm_{setting.capability}")]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from refimpl.config import EngineArgs
+from refimpl.executor.mixed_graphs import recorded_sets
 from refimpl.executor.trial import trial_runner, trial_step
 from refimpl.kernels.launch import power_of_two
 from refimpl.models.llama import LlamaForCausalLM
@@ -55,9 +56,9 @@ def compile_kernels(
             decode = runner.decode_step(sizes[-1])
             for size in {power_of_two(size): size for size in sizes}.values():
                 decode.forward(size)
-        if token_sizes:
-            mixed = runner.mixed_step(sizes[-1], token_sizes[-1])
-            for size in {power_of_two(mixed.rows_of(size) + 1): size for size in token_sizes}.values():
+        for rows, tokens in recorded_sets(token_sizes, sizes[-1]) if token_sizes else []:
+            mixed = runner.mixed_step(rows, tokens[-1])
+            for size in {power_of_two(mixed.rows_of(size) + 1): size for size in tokens}.values():
                 mixed.forward(size)
         short_beside_few = bool(token_sizes) and args.speculative_config is None
         for number, (lengths, sampling) in enumerate(_steps(most_rows, length, short_beside_few)):

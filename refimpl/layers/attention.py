@@ -34,7 +34,8 @@ class Attention(nn.Module):
         attention: AttentionStep,
     ) -> Float[Tensor, "T H"]:
         """Attention of this step's tokens over all tokens of their own sequences up to themselves."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        projected = self.qkv_proj(x)
+        heads = projected.view(len(projected), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query = self._turn_and_write(heads, rotation, layer_kv, attention)
         return self.o_proj(attention.attend(layer_kv, query).flatten(1))
 
@@ -51,7 +52,8 @@ class Attention(nn.Module):
             parts = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             query: Tensor = fused(layer_kv, *parts, rotation.positions, rotation.cos, rotation.sin)
             return query
-        turning, value = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        query, key = rotate(turning, rotation).split((self.num_heads, self.num_kv_heads), dim=1)
-        attention.write(layer_kv, key, value)
-        return query
+        num_turning = self.num_heads + self.num_kv_heads
+        stored = layer_kv.k.dtype
+        turned = rotate(heads[:, :num_turning], rotation).to(stored)
+        attention.write(layer_kv, turned[:, self.num_heads :], heads[:, num_turning:].to(stored))
+        return turned[:, : self.num_heads]

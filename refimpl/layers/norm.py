@@ -41,5 +41,5 @@ class RMSNorm(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         root_mean_square = length.mul_(x.shape[-1] ** -0.5).hypot_(self._root_eps)
-        normed: Tensor = (x / root_mean_square).to(x.dtype) * self.weight
-        return normed
+        normed: Tensor = (x / root_mean_square).to(x.dtype)
+        return normed.mul_(self.weight)

@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from refimpl.kernels.by_triton import by_triton
-from refimpl.kernels.reference import at_least_float32
 from refimpl.rope_config import RopeConfig
 
 
@@ -109,20 +108,22 @@ class RotaryEmbedding(nn.Module):
         self.cos: Tensor
         self.sin: Tensor
 
-    def forward(self, positions: Int[Tensor, "T"]) -> Rotation | TableRotation:
-        """The rotation of a step's tokens, which all layers share."""
+    def forward(self, positions: Int[Tensor, "T"], dtype: torch.dtype | None = None) -> Rotation | TableRotation:
+        """The rotation of a step's tokens, which all layers share; to be computed in ``dtype``, or in at least float32."""
         if by_triton(self.cos):
             return TableRotation(positions, self.cos, self.sin)
-        cos, sin = at_least_float32(self.cos[positions]), at_least_float32(self.sin[positions])
+        dtype = dtype or torch.promote_types(self.cos.dtype, torch.float32)
+        cos, sin = self.cos[positions].to(dtype), self.sin[positions].to(dtype)
         return Rotation(cos[:, None, None], torch.stack((-sin, sin), dim=1).unsqueeze(1))
 
 
 def rotate(x: Float[Tensor, "T heads D"], rotation: Rotation | TableRotation) -> Float[Tensor, "T heads D"]:
-    """Turn every head of each token by the token's rotation, computing in at least float32."""
+    """Turn every head of each token by the token's rotation."""
     if isinstance(rotation, TableRotation):
         from refimpl.kernels.rotary import rotary
 
         return rotary(x, rotation.positions, rotation.cos, rotation.sin)
-    halves = x.unflatten(-1, (2, -1))
-    turned: Tensor = torch.addcmul(halves * rotation.cos, halves.flip(-2), rotation.signed_sin)
-    return turned.flatten(-2).to(x.dtype)
+    tokens, heads, head_dim = x.shape
+    halves = x.view(tokens, heads, 2, head_dim // 2)
+    turned = torch.addcmul(halves * rotation.cos, halves.flip(-2), rotation.signed_sin)
+    return turned.view(x.shape).to(x.dtype)

@@ -29,12 +29,19 @@ from refimpl.quantization.plain import PLAIN
 class LlamaLayer(nn.Module):
     """One transformer layer: attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        activations: torch.dtype,
+        device: torch.device,
+        method: LinearMethod,
+    ) -> None:
         super().__init__()
         self.method = method
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, activations, device)
         self.attention = Attention(config, dtype, device, method)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, activations, device)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, device, method)
 
     def forward(
@@ -61,13 +68,17 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod = PLAIN) -> None:
         super().__init__()
         self.config = config
+        # A CPU computes in float32: 16 bits are how weights and cache are kept there, not what lies between the products.
+        self.activations = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
         self.embed_tokens = nn.Parameter(
             torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device), requires_grad=False
         )
         positions = config.context_limit(config.rope.context_length)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, positions, dtype, device)
-        self.layers = nn.ModuleList(LlamaLayer(config, dtype, device, method) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.layers = nn.ModuleList(
+            LlamaLayer(config, dtype, self.activations, device, method) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self.activations, device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
@@ -80,9 +91,9 @@ class LlamaForCausalLM(nn.Module):
         attention: AttentionStep,
     ) -> Float[Tensor, "T H"]:
         """The hidden state of each token of a step, after the last norm."""
-        x = F.embedding(input_ids, self.embed_tokens)
+        x = F.embedding(input_ids, self.embed_tokens).to(self.activations)
         residual = None
-        rotation = self.rotary(positions)
+        rotation = self.rotary(positions, self.lm_head.dtype)
         for layer, layer_kv in zip(self.layers, kv_cache, strict=True):
             x, residual = layer(x, residual, rotation, layer_kv, attention)
         hidden: Tensor

@@ -5,7 +5,7 @@ one step to the next: an output channel's is its largest weight over 448, a toke
 nothing overflows whatever comes. Each output channel is scaled alone, so matrices that are fused (Q, K and V; gate and up)
 are quantised part by part as they come from a checkpoint, and no more than one matrix is there in 16 bits at a time.
 
-Who multiplies: on a GPU, :mod:`refimpl.kernels.fp8_gemm` up to 64 tokens and torch's ``_scaled_mm`` beyond; elsewhere plain
+Who multiplies: on a GPU, :mod:`refimpl.kernels.fp8_gemm` for few tokens and torch's ``_scaled_mm`` for more; elsewhere plain
 torch, with the weights widened for each product: the same numbers, slowly.
 """
 
@@ -43,6 +43,7 @@ class Fp8Linear(nn.Module):
         scales = torch.empty(out_features, dtype=torch.float32, device=device)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.register_buffer("arrivals", _arrivals(self.weight), persistent=False)
+        """Zeros by which the programs of a kernel find out who is the last."""
 
     def parts(self, *sizes: int) -> Sequence[Destination]:
         """The matrix in pieces of so many outputs each; without sizes, in one."""
@@ -63,24 +64,20 @@ class Fp8Linear(nn.Module):
         return self.dtype != torch.float64 and by_triton(x.values if isinstance(x, Quantised) else x)
 
     def _by_kernels(self, rows: Quantised) -> Float[Tensor, "T out_features"]:
-        from refimpl.kernels.fp8_gemm import MOST_TOKENS, fp8_linear
+        from refimpl.kernels.fp8_gemm import MOST_IN_A_TILE, fp8_linear, serves
 
         num_tokens, (out_features, in_features) = len(rows.values), self.weight.shape
-        if num_tokens <= MOST_TOKENS or out_features % SCALED_MM_MULTIPLE or in_features % SCALED_MM_MULTIPLE:
+        odd = out_features % SCALED_MM_MULTIPLE or in_features % SCALED_MM_MULTIPLE
+        if odd or serves(num_tokens, out_features):
             result = rows.scales.new_empty(num_tokens, out_features, dtype=self.dtype)
-            return fp8_linear(*rows, self.weight, self.scales, result, self.arrivals_for(num_tokens))
+            arrivals = self.arrivals if num_tokens <= MOST_IN_A_TILE else None
+            return fp8_linear(*rows, self.weight, self.scales, result, arrivals)
         if self.dtype == torch.bfloat16:
             return self._scaled_mm(rows.values, rows.scales.unsqueeze(1), self.scales.unsqueeze(0), self.dtype)
         # Scales by row come with results in bfloat16 alone.
         one = rows.scales.new_ones(())
         product = self._scaled_mm(rows.values, one, one, torch.float32)
         return product.mul_(rows.scales.unsqueeze(1)).mul_(self.scales).to(self.dtype)
-
-    def arrivals_for(self, num_tokens: int) -> Tensor | None:
-        """Zeros by which programs of the kernel find out who is the last; None for more tokens than they were made for."""
-        from refimpl.kernels.fp8_gemm import MOST_TOKENS
-
-        return self.arrivals if num_tokens <= MOST_TOKENS else None
 
     def _scaled_mm(self, values: Tensor, scales: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
         product: Tensor = torch._scaled_mm(
@@ -168,11 +165,11 @@ class Fp8:
 
         rows = x if isinstance(x, Quantised) else quantise(x)
         num_tokens = len(rows.values)
-        if num_tokens > fp8_gemm.MOST_TOKENS:
+        if not fp8_gemm.serves(num_tokens, len(gate_up.weight)):
             return Quantised(*fp8_quantise.silu_mul_quantise(gate_up(rows)))
         result = rows.scales.new_empty(num_tokens, len(gate_up.weight) // 2, dtype=gate_up.dtype)
         weight = gate_up.weight, gate_up.scales
-        return fp8_gemm.fp8_gated_linear(*rows, *weight, result, gate_up.arrivals_for(num_tokens))
+        return fp8_gemm.fp8_gated_linear(*rows, *weight, result, gate_up.arrivals)
 
     def weight_bytes(self, in_features: int, out_features: int, bytes_per_value: int) -> int:
         """A byte a weight, and a float32 an output channel."""

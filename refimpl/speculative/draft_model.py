@@ -14,7 +14,7 @@ up to the whole sequence, and caught up with before the next draft, as the budge
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from refimpl.speculative.head_proposer import stacked
 from refimpl.speculative.proposer import DraftRows, Drafts, Proposer
 
 
+@runtime_checkable
 class RecordedSteps(Protocol):
     """CUDA graphs of the draft model (``executor.check_graphs.DraftGraphs``)."""
 

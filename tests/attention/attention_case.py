@@ -24,9 +24,10 @@ class Case:
     """Sequences with random keys and values in a pool whose other slots, the null block's included, hold ``filling``.
 
     ``lens`` are pairs (queries, context). Everything but the new tokens is in the cache; ``key`` and ``value`` are theirs.
+    With ``in_order`` the blocks of a sequence follow each other in the pool.
     """
 
-    def __init__(self, lens, Hq, Hkv, D, B, dtype=torch.float64, filling=math.nan, seed=0, device="cpu"):
+    def __init__(self, lens, Hq, Hkv, D, B, dtype=torch.float64, filling=math.nan, seed=0, device="cpu", in_order=False):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -35,6 +36,7 @@ class Case:
         self.lens, self.scale = lens, D**-0.5
         blocks = [-(-context // B) for _, context in lens]
         ids = (torch.randperm(sum(blocks) + 5, generator=generator) + 1).tolist()
+        ids = sorted(ids, reverse=True) if in_order else ids
         self.table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
         self.cache = LayerKV(*(torch.full((sum(blocks) + 6, B, Hkv, D), filling, dtype=dtype) for _ in range(2)))
         self.query = normal(sum(n for n, _ in lens), Hq, D)

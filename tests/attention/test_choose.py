@@ -195,7 +195,7 @@ def test_every_operation_is_told_with_who_serves_it_on_a_gpu(gpu):
             "35 CUDA graphs, for up to 256 sequences", "a step of decodes needs nothing from the host",
         ),
         "steps with prompts": (
-            "24 CUDA graphs, for up to 2,048 tokens", "the host cuts the prompts into tiles beforehand",
+            "46 CUDA graphs, for up to 2,048 tokens", "the host cuts the prompts into tiles beforehand",
         ),
     }  # fmt: skip
     assert served("auto", gpu(90), enforce_eager=True)["steps of decodes"][1] == "enforce_eager=True"

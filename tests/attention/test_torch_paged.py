@@ -42,6 +42,24 @@ def test_memory_nobody_wrote_is_not_read(B, filling):
     assert_same(dirty, clean)
 
 
+@pytest.mark.parametrize("lens", [(1, 1), (1, 50), (1, 64), (16, 50), (33, 33), (300, 330)])
+def test_a_lone_sequence_whose_blocks_follow_each_other_is_read_where_it_lies(monkeypatch, lens):
+    """The same bits as from blocks that are gathered, and nothing is copied."""
+    gathered = []
+    index_select = torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda *args, **kwargs: gathered.append(1) or index_select(*args, **kwargs))
+    cases = [Case([lens], 6, 2, 16, 16, torch.float32, in_order=in_order) for in_order in (True, False)]
+    in_place, scattered = cases
+    in_place.query, in_place.key, in_place.value = scattered.query, scattered.key, scattered.value
+    for block, other in zip(in_place.table[0], scattered.table[0], strict=True):
+        for mine, theirs in ((in_place.cache.k, scattered.cache.k), (in_place.cache.v, scattered.cache.v)):
+            mine[block] = theirs[other]
+    first = in_place.run()
+    assert not gathered
+    assert_same(first, scattered.run())
+    in_place.check()
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_dtypes(dtype):
     lens = [(1, 100), (1, 3), (1, 300), (16, 64), (40, 40), (1, 257)]

@@ -8,7 +8,7 @@ import torch
 
 from refimpl import LLM, SamplingParams
 from refimpl.executor import mixed_graphs
-from refimpl.executor.mixed_graphs import TOKENS, MixedGraphs, MixedStep, mixed_sizes
+from refimpl.executor.mixed_graphs import TOKENS, MixedGraphs, MixedStep, mixed_sizes, recorded_sets
 
 ON_GPU = torch.cuda.is_available()
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -20,6 +20,13 @@ def test_sizes_end_with_the_first_that_holds_a_step():
     assert mixed_sizes(64) == [64]
     assert mixed_sizes(100) == [64, 128]
     assert mixed_sizes(16_384) == TOKENS
+
+
+def test_many_tokens_are_recorded_for_few_rows_and_for_all():
+    assert recorded_sets([64, 128], 4) == [(4, [64, 128])]
+    assert recorded_sets([64, 128, 192], 128) == [(128, [64, 128, 192])]
+    assert recorded_sets([64, 128, 192, 256], 512) == [(128, [64, 128, 192, 256]), (512, [192, 256])]
+    assert recorded_sets([64], 512) == [(128, [64])], "of 64 tokens there are no 129 rows"
 
 
 class Unrecorded(MixedGraphs):
@@ -54,8 +61,8 @@ def llm_with(sizes, backend="triton", **options):
     if sizes:
         with torch.inference_mode():
             step = MixedStep(runner.model, runner.kv_cache, runner.input_batch, runner.backend, 2, sizes[-1])
-        runner.mixed_graphs = Unrecorded(step, sizes)
-    return llm, runner.mixed_graphs
+        runner.mixed_graphs = [Unrecorded(step, sizes)]
+    return llm, runner.mixed_graphs[0] if sizes else None
 
 
 def tokens(llm):
@@ -107,5 +114,5 @@ def test_recorded_mixed_steps_give_the_same_tokens():
     with LLM("tiny", enforce_eager=True, **options) as llm:
         expected = tokens(llm)
     with LLM("tiny", **options) as llm:
-        assert llm.engine._executor.runner.mixed_graphs.sizes == mixed_sizes(48)
+        assert [graphs.sizes for graphs in llm.engine._executor.runner.mixed_graphs] == [mixed_sizes(48)]
         assert tokens(llm) == expected

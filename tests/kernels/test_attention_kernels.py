@@ -109,6 +109,12 @@ def test_groups_of_heads_over_several_splits(Hq, Hkv):
     close(decode(inputs, LARGE), expected, torch.float16)
 
 
+def test_more_splits_than_are_merged_at_once(monkeypatch):
+    monkeypatch.setattr("refimpl.kernels.paged_attention.SPLITS_AT_ONCE", 2)
+    inputs, expected = inputs_of(torch.float16, S=1, L=140, Hq=9, Hkv=3)
+    close(decode(inputs, LARGE), expected, torch.float16)
+
+
 def test_a_split_that_early_queries_do_not_reach():
     """16 queries over 34 keys: the second split holds two keys, which the last two queries alone see."""
     inputs, expected = inputs_of(torch.float16, S=1, n=16, L=34, Hq=2, Hkv=1)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from refimpl.layers.linear import Linear, can_pack
+from refimpl.layers import cpu_products
+from refimpl.layers.cpu_products import ByFbgemm, ByOneDNN, FewTokensApart, fastest_product, runs
+from refimpl.layers.linear import Linear
 
 CPU = torch.device("cpu")
+HAS_FBGEMM, HAS_ONEDNN = runs(ByFbgemm, torch.float32), runs(ByOneDNN, torch.float32)
 
 
 def filled(in_features, out_features, dtype=torch.float32):
@@ -14,9 +17,14 @@ def filled(in_features, out_features, dtype=torch.float32):
     return linear
 
 
-@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def without(monkeypatch, dtype):
+    """A CPU on which oneDNN has no products of a dtype."""
+    monkeypatch.setattr(cpu_products, "runs", lambda product, asked: asked != dtype and runs(product, asked))
+
+
 @pytest.mark.parametrize(("in_features", "out_features"), [(48, 96), (96, 48)], ids=["wide", "tall"])
 @pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
 def test_layouts_give_the_same_product(monkeypatch, capability, in_features, out_features, twice):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     linear = filled(in_features, out_features)
@@ -28,7 +36,7 @@ def test_layouts_give_the_same_product(monkeypatch, capability, in_features, out
 
 
 def test_a_weight_in_another_layout_is_kept_once_unless_it_is_tied():
-    if not can_pack(torch.zeros(1)):
+    if not HAS_ONEDNN:
         pytest.skip("this CPU has no packed layout for float32")
     alone, tied = filled(48, 96), filled(48, 96)
     alone.pack()
@@ -37,17 +45,11 @@ def test_a_weight_in_another_layout_is_kept_once_unless_it_is_tied():
     assert tied.weight.shape == (96, 48)
 
 
-def test_a_released_weight_is_nowhere(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+def test_a_released_weight_is_nowhere():
     linear = filled(48, 96)
     linear.pack(twice=True)
-
-    def layouts():
-        return [name for name, value in vars(linear).items() if isinstance(value, torch.Tensor)]
-
-    assert sorted(layouts()) == (["_for_one_token", "_packed"] if can_pack(torch.zeros(1)) else [])
     linear.release()
-    assert layouts() == []
+    assert not [name for name, value in vars(linear).items() if value is not None and "product" in name]
 
 
 def test_float64_is_left_as_it_is():
@@ -57,27 +59,53 @@ def test_float64_is_left_as_it_is():
     assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight))
 
 
-def test_bfloat16_is_multiplied_in_float32_and_rounded_where_the_cpu_has_no_products_of_it(monkeypatch):
-    weight_dtypes = []
+def test_few_tokens_of_float32_have_a_layout_apart_if_they_may(monkeypatch):
+    if not HAS_ONEDNN:
+        pytest.skip("this CPU has no packed layout for float32")
+    for capability, few in (("AVX2", 1), ("AVX512", 8)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        product = fastest_product(torch.randn(48, 96), twice=True)
+        assert isinstance(product, FewTokensApart)
+        assert product.few == few
+        assert type(fastest_product(torch.randn(48, 96), twice=False)) is ByOneDNN
 
-    def packs_float32_only(weight):
-        weight_dtypes.append(weight.dtype)
-        return weight.dtype == torch.float32
 
-    monkeypatch.setattr("refimpl.layers.linear.can_pack", packs_float32_only)
-    linear = filled(48, 96, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_weights_of_16_bits_are_multiplied_in_float32_and_activations_are_not_rounded(monkeypatch, dtype, tokens):
+    if not HAS_FBGEMM:
+        pytest.skip("this build of torch has no FBGEMM")
+    without(monkeypatch, torch.bfloat16)
+    linear = filled(48, 96, dtype)
     expected = linear.weight.double()
-    linear.pack(twice=True)
-    assert weight_dtypes == [torch.bfloat16, torch.float32]
-    for tokens in (1, 5):
-        x = torch.randn(tokens, 48).bfloat16()
-        product = linear(x)
-        assert product.dtype == torch.bfloat16
-        torch.testing.assert_close(product.double(), x.double() @ expected.T, rtol=2**-8, atol=2**-6)
+    linear.pack()
+    assert linear.weight.numel() == 0
+    x = torch.randn(tokens, 48)
+    assert linear(x).dtype == linear.dtype == torch.float32
+    torch.testing.assert_close(linear(x).double(), x.double() @ expected.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(linear(x.to(dtype)), linear(x.to(dtype).float()))
 
 
-def test_a_large_model_in_bfloat16_is_never_kept_twice(monkeypatch):
-    monkeypatch.setattr("refimpl.layers.linear.can_pack", lambda weight: weight.dtype == torch.float32)
+@pytest.mark.parametrize(("weight", "error"), [(2.0**-14, 0.0), (1.9921875, 0.0), (65280.0, 0.0), (2.0**-20 * 1.3, 2**-25)])
+def test_float16_holds_weights_of_bfloat16_but_for_the_last_bits_of_tiny_ones(monkeypatch, weight, error):
+    if not HAS_FBGEMM:
+        pytest.skip("this build of torch has no FBGEMM")
+    without(monkeypatch, torch.bfloat16)
+    matrix = torch.full((16, 16), weight).bfloat16()
+    product = fastest_product(matrix, twice=False)
+    assert isinstance(product, ByFbgemm)
+    one = torch.zeros(1, 16)
+    one[0, 0] = 1
+    assert (product(one) - matrix[:1].float()).abs().max() <= error
+
+
+@pytest.mark.parametrize("weight", [1e5, float("inf"), float("nan")])
+def test_a_weight_that_float16_cannot_hold_leaves_the_matrix_as_it_is(monkeypatch, weight):
+    without(monkeypatch, torch.bfloat16)
     linear = filled(48, 96, torch.bfloat16)
+    linear.weight.data[3, 5] = weight
     linear.pack()
     assert linear.weight.shape == (96, 48)
+    x = torch.randn(2, 48)
+    expected = torch.nn.functional.linear(x.bfloat16(), linear.weight)
+    torch.testing.assert_close(linear(x), expected, equal_nan=True)
