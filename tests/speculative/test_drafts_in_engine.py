@@ -308,6 +308,31 @@ def test_the_number_adapts_to_what_is_accepted():
         assert length.choose(1) == (0, 0), "nothing is"
 
 
+class Sparing(Guesser):
+    """Drafts right, and fewer than it may: ``most`` for the first row, none for the others."""
+
+    def __init__(self, texts, most):
+        super().__init__(texts, wrong_every=0)
+        self.most = most
+
+    def propose(self, rows):
+        drafts = super().propose(rows)
+        num = torch.zeros_like(drafts.num)
+        num[0] = min(self.most, int(drafts.num[0]))
+        return Drafts(drafts.token_ids, num)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_fewer_drafts_than_planned_are_checked_alone(plain, most):
+    """All rows have fewer than the table of drafts is wide."""
+    texts = [prompt + tokens for prompt, [tokens] in zip(PROMPTS, plain[0], strict=True)]
+    with engine({"method": Sparing(texts, most), "num_speculative_tokens": 4, "adaptive": False}) as llm:
+        assert generate(llm) == plain[0]
+        drafted, accepted = drafts_of(llm)
+        assert drafted == accepted
+        assert (drafted > 0) == (most > 0)
+
+
 BAD = {
     "method": {"method": "magic"},
     "num_speculative_tokens": {"method": "ngram", "num_speculative_tokens": 0},
