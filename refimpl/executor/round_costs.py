@@ -98,12 +98,12 @@ class _Timer:
         """Of a step, and of the drafting in it."""
         speculation = self._runner.speculation
         assert speculation is not None
-        begin, speculation.seconds, speculation.waits = time.perf_counter(), 0.0, True
+        begin, speculation.seconds, speculation.measuring = time.perf_counter(), 0.0, True
         try:
             self._runner.execute(step)
             self._wait()
         finally:
-            speculation.waits = False
+            speculation.measuring = False
         return time.perf_counter() - begin, speculation.seconds
 
     def _prompts(self) -> SchedulerOutput:

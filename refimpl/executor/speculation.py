@@ -77,8 +77,9 @@ class Speculation:
             )  # fmt: skip
         self.seconds = 0.0
         """How long the last drafting took, the device's work included where the host waited for it."""
-        self.waits = False
-        """Whether it does, for measurements."""
+        self.measuring = False
+        """Whether costs are measured: then the drafting is waited for, and as many drafts are checked as were planned, even
+        where the proposer found none."""
 
     def propose(self, inputs: StepInputs, drafted: DraftedRows) -> Proposed:
         """Have drafts made for the rows that draw, and write them behind their tokens.
@@ -109,8 +110,10 @@ class Speculation:
             none = torch.zeros(len(slots), drafted.most, dtype=torch.int64, device=slots.device)
             failure = f"the proposer {self.proposer.name} failed: {error!r}"
             return Proposed(Drafts(none, torch.zeros_like(slots)), np.zeros_like(drafted.planned), failure)
-        if self.waits and slots.is_cuda:
-            torch.cuda.synchronize(slots.device)
+        if self.measuring:
+            drafts = replace(drafts, num=drafted.num_planned)
+            if slots.is_cuda:
+                torch.cuda.synchronize(slots.device)
         self.seconds = time.perf_counter() - begin
         on_host = drafts.num.cpu().numpy() if self.proposer.needs_token_ids or not slots.is_cuda else None
         return Proposed(drafts, on_host)

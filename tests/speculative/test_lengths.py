@@ -5,6 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from refimpl import LLM
+from refimpl.executor.round_costs import measure_rounds
+from refimpl.models.tiny import tiny
 from refimpl.speculative.costs import RoundCosts
 from refimpl.speculative.law import speedup
 from refimpl.speculative.lengths import PROBE_AFTER, PROBE_ROWS, Acceptance, AdaptiveLength
@@ -165,3 +168,22 @@ def test_costs_between_measured_sizes_lie_on_lines_and_a_disturbed_point_counts_
     assert costs.round_over_step(2, 4) == pytest.approx(4 * 0.25 + 2.0), "of 4 drafts as of 5, the nearest"
     assert costs.round_over_step(1, 0) == 1.0
     assert costs.v(3, 5) == pytest.approx(3.0), "18 tokens, on the line through 2 and 10"
+
+
+def test_a_round_is_measured_with_all_its_drafts_though_none_is_found(monkeypatch):
+    monkeypatch.setattr("refimpl.executor.round_costs.ROUNDS", 1)
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 40, "prompt_lookup_max": 40}
+    with LLM(tiny(), speculative_config=config | {"adaptive": False}, max_num_seqs=2, max_model_len=128) as llm:
+        runner, checked = llm.engine._executor.runner, []
+        check = runner.speculation.check
+
+        def seen(logits, *rest):
+            checked.append(len(logits))
+            return check(logits, *rest)
+
+        monkeypatch.setattr(runner.speculation, "check", seen)
+        costs = measure_rounds(runner, 3, (2, 2048))
+        assert set(checked) == {2, 3, 4}, "one row of 1, 2 and 3 drafts"
+        assert sorted(costs.step) == [1, 2]
+        assert sorted(costs.check) == [2, 3, 4]
+        assert not runner.speculation.measuring
