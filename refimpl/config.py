@@ -249,6 +249,11 @@ class EngineArgs:
         """``(max_num_seqs, max_num_batched_tokens)``, the default of the first filled in."""
         return self.max_num_seqs or min(256, self.max_num_batched_tokens), self.max_num_batched_tokens
 
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most tokens that are drafted a row; 0 without speculation."""
+        return 0 if self.speculative_config is None else int(self.speculative_config.num_speculative_tokens)
+
     def overlaps(self, on_gpu: bool) -> bool:
         """Whether a step is planned while the last one computes: never where each step needs the last one's token ids."""
         wanted = on_gpu if self.async_scheduling is None else self.async_scheduling

@@ -73,10 +73,10 @@ class Engine:
                 log.info("max_model_len is lowered to %d tokens: that is what the KV cache holds", config.max_model_len)
             self._processor, eos = OutputProcessor(self.tokenizer), self.model_config.eos_token_ids
             costs, hooks, token_text = executor.preemption_costs, executor.logits_hooks, self.tokenizer.token_text
-            watch = self._processor
-            self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, watch, costs, executor.drafting)
+            self.scheduler = make_scheduler(args, config, kv, eos, clock, policy, self._processor, costs, executor.drafting)
             self._intake = Intake(self.tokenizer, self.model_config, config.max_model_len, args, clock, hooks)
-            self._recorder = Recorder(checkpoint.name, config, kv, overlap, args.event_log_size, clock, token_text, executor)
+            size, most = args.event_log_size, args.num_speculative_tokens
+            self._recorder = Recorder(checkpoint.name, config, kv, overlap, size, clock, token_text, executor, most)
         except BaseException:
             executor.close()
             raise

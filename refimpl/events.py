@@ -111,7 +111,8 @@ class LogHeader(msgspec.Struct, frozen=True):
     """What the times count: "monotonic" (a real engine) or "virtual" (a simulated one)."""
     config: dict[str, Any]
     """The engine's numbers: model, block_size, num_blocks, num_host_blocks, max_num_seqs, max_num_batched_tokens,
-    max_model_len, and, where there is a model, device, weight_bytes and block_bytes (of a block over all layers)."""
+    max_model_len, and, where there is a model, device, weight_bytes and block_bytes (of a block over all layers); where
+    tokens are drafted, num_speculative_tokens."""
 
 
 class _Version(msgspec.Struct):
@@ -245,7 +246,8 @@ class EventLog:
         """One row a step and sequence in its batch, as a ``pandas.DataFrame``.
 
         Columns: step, scheduled_at, updated_at, sequence_id, request_id (missing where the arrival is not in the log any
-        more), slot, num_new_tokens, token_id and token_text (missing where the row drew none), kind (prefill or decode).
+        more), slot, num_new_tokens, token_id and token_text (missing where the row drew none), kind (prefill or decode),
+        num_drafts (tokens drafted for the row) and num_accepted (how many of them it took before ``token_id``).
 
         Raises:
             RefimplError: pandas is not installed.
@@ -258,11 +260,14 @@ class EventLog:
         kinds, requests, rows = RowKinds(), dict[int, str](), []
         for record in tuple(self.records):
             requests |= {s: arrival.request_id for arrival in record.arrived for s in arrival.sequence_ids}
-            columns = (record.slots, record.num_new_tokens, record.token_ids, record.token_texts, kinds.of(record))
+            none = (0,) * len(record.sequence_ids)
+            drafts = tuple(map(len, record.drafts)) or none, record.num_accepted or none
+            tokens = (record.num_new_tokens, record.token_ids, record.token_texts)
+            columns = (record.slots, *tokens, kinds.of(record), *drafts)
             times = (record.step, record.scheduled_at, record.updated_at)
-            for sequence_id, slot, num_new_tokens, token, text, kind in zip(record.sequence_ids, *columns, strict=True):
+            for sequence_id, slot, number, token, text, *more in zip(record.sequence_ids, *columns, strict=True):
                 drawn = (token, text) if token >= 0 else (None, None)
-                rows.append((*times, sequence_id, requests.get(sequence_id), slot, num_new_tokens, *drawn, kind))
+                rows.append((*times, sequence_id, requests.get(sequence_id), slot, number, *drawn, *more))
         frame = pd.DataFrame(rows, columns=list(_TABLE))
         return frame.astype({name: kind for name, kind in _TABLE.items() if kind})
 
@@ -313,6 +318,8 @@ _TABLE = {
     "token_id": "Int64",
     "token_text": None,
     "kind": None,
+    "num_drafts": "int64",
+    "num_accepted": "int64",
 }
 """The columns of ``to_pandas`` and their types; without one it is text."""
 

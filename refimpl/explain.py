@@ -21,6 +21,8 @@ def explain(request: Request, num_waiting_before: dict[int, int]) -> str:
             for decision in sequence.decisions
         ]
         lines.append(f"  now: {_now(sequence, num_waiting_before)}")
+    if num_drafts := request.metrics.num_drafts:
+        lines.append(f"of {num_drafts} drafted tokens, {request.metrics.num_accepted} were accepted")
     return "\n".join(lines)
 
 

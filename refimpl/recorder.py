@@ -39,6 +39,7 @@ class Recorder:
         clock: Callable[[], float],
         token_text: Callable[[int], str],
         executor: Executor | None = None,
+        num_speculative_tokens: int = 0,
     ) -> None:
         try:
             installed = version("refimpl")
@@ -64,6 +65,8 @@ class Recorder:
                 "weight_bytes": executor.weight_bytes,
                 "block_bytes": executor.block_bytes,
             }
+        if num_speculative_tokens:
+            numbers["num_speculative_tokens"] = num_speculative_tokens
         self.events = EventLog(LogHeader(SCHEMA_VERSION, installed, time.time(), "monotonic", numbers), capacity)
         self._clock = clock
         self._started_at = clock()

@@ -26,6 +26,10 @@ class RequestMetrics(msgspec.Struct):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache when it first ran: they were not computed."""
+    num_drafts: int = 0
+    """Tokens that were drafted for its samples and checked."""
+    num_accepted: int = 0
+    """Drafts that became output tokens."""
 
     @property
     def num_generation_tokens(self) -> int:
@@ -44,7 +48,9 @@ class RequestMetrics(msgspec.Struct):
 
     @property
     def inter_token_latencies(self) -> list[list[float]]:
-        """For each sample, the seconds between neighbouring output tokens (ITL)."""
+        """For each sample, the seconds between neighbouring output tokens (ITL); 0 between those of one step, where drafts
+        are accepted.
+        """
         return [[b - a for a, b in itertools.pairwise(times)] for times in self.token_times]
 
     @property
@@ -70,6 +76,8 @@ class RequestMetrics(msgspec.Struct):
             ("a token takes", ms(self.mean_time_per_output_token)),
             ("end to end", ms(self.e2e_latency)),
         ]
+        if self.num_drafts:
+            rows.append(("drafted", f"{self.num_drafts:,} tokens, {self.num_accepted:,} of them accepted"))
         if self.num_preemptions:
             rows.append(("preempted", f"{self.num_preemptions} times"))
         return "\n".join(f"{name:<18} {value}" for name, value in rows)

@@ -22,6 +22,8 @@ COLUMNS = {
     "token_id": "Int64",
     "token_text": None,
     "kind": None,
+    "num_drafts": "int64",
+    "num_accepted": "int64",
 }
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Dashboard,
         LatencyView,
         MemoryView,
+        SpeculationView,
         StaticAndContinuous,
     )
 
@@ -39,6 +40,7 @@ _HOMES = {
     "History": "history",
     "LatencyView": "widgets",
     "MemoryView": "widgets",
+    "SpeculationView": "widgets",
     "State": "state",
     "StaticAndContinuous": "widgets",
     "export_html": "page",
@@ -58,6 +60,7 @@ __all__ = [
     "History",
     "LatencyView",
     "MemoryView",
+    "SpeculationView",
     "State",
     "StaticAndContinuous",
     "export_html",

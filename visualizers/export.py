@@ -146,13 +146,13 @@ def _slices(row: Row, records: Tail[StepRecord]) -> list[Event]:
     """A slice for each stretch of the same state. It lasts until the next one begins; the last one, until its step's end."""
     runs = row.runs(records.first, len(records))
     stretches: list[tuple[int, int, int, int, int]] = []
-    """(from, to, state, tokens drawn, tokens that a prefill computes)."""
+    """(from, to, state, tokens drawn, tokens that a prefill computes or drafts that a decode checks)."""
     for start, end, state, drawn, computed in zip(*(runs[i::5] for i in range(5)), strict=True):
-        first, new = start, (end - start) * drawn
+        first, new, computed = start, (end - start) * drawn, (end - start) * computed
         if stretches and stretches[-1][1:3] == (start, state) and state == DECODE:  # of another number of tokens a step
-            first, _, _, before, _ = stretches.pop()
-            new += before
-        stretches.append((first, end, state, new, (end - start) * computed))
+            first, _, _, before, drafted = stretches.pop()
+            new, computed = new + before, computed + drafted
+        stretches.append((first, end, state, new, computed))
     events: list[Event] = []
     for index, (start, end, state, new, computed) in enumerate(stretches):
         last, begins = index + 1 == len(stretches), records[start].scheduled_at
@@ -163,6 +163,8 @@ def _slices(row: Row, records: Tail[StepRecord]) -> list[Event]:
         arguments: dict[str, Any] = {"steps": end - start, "first step": records[start].step}
         if state == PREFILL:
             arguments["tokens computed"] = computed
+        elif state == DECODE and computed:
+            arguments["drafts checked"] = computed
         if state in (PREFILL, DECODE):
             arguments["tokens drawn"] = new
         if told := [sentence for column, sentence in row.decisions if start <= column < end]:

@@ -45,7 +45,10 @@ def why(history: History, position: int) -> list[list[str]]:
         told.append(["", f"and {len(sentences) - SENTENCES:,} more."])
     if not told:
         rows, tokens = len(state.record.sequence_ids), sum(state.record.num_new_tokens)
-        told = [["", f"{count(rows, 'sequence')} computed {count(tokens, 'token')}; nothing was decided anew."]]
+        drafts = ""
+        if num_drafts := sum(state.record.num_drafts):
+            drafts = f", {num_drafts:,} of them drafts, of which {sum(state.record.num_accepted):,} were accepted"
+        told = [["", f"{count(rows, 'sequence')} computed {count(tokens, 'token')}{drafts}; nothing was decided anew."]]
     return told
 
 

@@ -2,8 +2,9 @@
 
 A log is folded once, record by record; what was known at an earlier position is a prefix of what is known now.
 
-A token's time is its record's ``updated_at``. A request arrives before the step that tells of it is planned: the moment is
-worked out by :class:`refimpl.visualizers.timeline_books.Arrivals`, which is late by the microseconds between a step's last
+A token's time is its record's ``updated_at``. Tokens that one step brings to a sequence come together, as accepted drafts
+do: pauses are before and after them. A request arrives before the step that tells of it is planned: the moment is worked
+out by :class:`refimpl.visualizers.timeline_books.Arrivals`, which is late by the microseconds between a step's last
 admission and the stamp of its record.
 """
 
@@ -13,6 +14,7 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from refimpl.decision_texts import describe
@@ -193,7 +195,10 @@ class LatencyFold:
     def _take_tokens(self, record: StepRecord, state: State) -> None:
         position, now = len(self.num_first), record.updated_at
         drew: Sequence[int] = record.sequence_ids[: len(record.token_ids)]
-        if NO_TOKEN in record.token_ids:
+        if NO_TOKEN in record.token_ids and record.num_accepted:
+            brought = [token != NO_TOKEN or n > 0 for token, n in zip(record.token_ids, record.num_accepted, strict=True)]
+            drew = list(compress(record.sequence_ids, brought))
+        elif NO_TOKEN in record.token_ids:
             drew = [s for s, token in zip(record.sequence_ids, record.token_ids, strict=False) if token != NO_TOKEN]
         if not drew:
             return

@@ -17,7 +17,7 @@ import numpy as np
 from refimpl.errors import RefimplError
 from refimpl.visualizers import static_html
 from refimpl.visualizers.figure import Figure
-from refimpl.visualizers.figures import ALL
+from refimpl.visualizers.figures import figures_of
 from refimpl.visualizers.frames import Sender, marks
 from refimpl.visualizers.player import Player
 from refimpl.visualizers.source import player_for
@@ -59,13 +59,13 @@ def heading(config: dict[str, Any]) -> str:
     )
 
 
-def export_html(source: Any, path: str | Path, figures: Sequence[Figure] = ALL) -> Path:
+def export_html(source: Any, path: str | Path, figures: Sequence[Figure] | None = None) -> Path:
     """Write a page that shows a log with all its figures, and can be stepped, played and searched for preemptions.
 
     Args:
         source: an LLM, an Engine, an EventLog, or the path of a saved log.
         path: where the page goes; an existing file is replaced.
-        figures: what it shows.
+        figures: what it shows; by default all that the log has something for.
 
     Raises:
         RefimplError: the source has no log or an empty one, or the file cannot be written.
@@ -74,6 +74,7 @@ def export_html(source: Any, path: str | Path, figures: Sequence[Figure] = ALL) 
     player = player_for(source)
     with player.locked():
         player.catch_up()
+        figures = figures_of(player.history.config) if figures is None else figures
         if not len(player.history):
             raise RefimplError("there is nothing to export: no step has run yet")
         opening, chunks = _record(player, figures)

@@ -26,9 +26,11 @@ from refimpl.visualizers.frames import why
 from refimpl.visualizers.history import History
 from refimpl.visualizers.palette import DARK, LIGHT, Palette, on
 from refimpl.visualizers.sequence_state import NEUTRAL, SequenceState
+from refimpl.visualizers.speculation_fold import SpeculationFold
 from refimpl.visualizers.state import State
 from refimpl.visualizers.timeline_rows import Timeline
 from refimpl.visualizers.timeline_runs import DECODE, FOLLOWS, IDLE, PADDING, PREFILL, QUEUED, SWAPPED, WAITING, Row
+from refimpl.visualizers.words import percent
 
 FREE, CACHED, NULL, MANY_OWNERS = "·", "░", "∅", "+"
 DECODES = "▁▂▄▆▇"
@@ -79,7 +81,7 @@ def render(
         body = [_beside(left, right, row, used) for row in range(max(len(left), len(right)))]
     else:
         body = [line for line, _ in left]
-    return "\n".join([_header(history, state, width), *body, *legend, *reasons])
+    return "\n".join([_header(history, position, state, width), *body, *legend, *reasons])
 
 
 def _palette() -> Palette:
@@ -87,7 +89,7 @@ def _palette() -> Palette:
     return LIGHT if os.environ.get("COLORFGBG", "").endswith((";7", ";15")) else DARK
 
 
-def _header(history: History, state: State, width: int) -> str:
+def _header(history: History, position: int, state: State, width: int) -> str:
     """Step, blocks, sequences: the short form where the long one is too wide."""
     if state.record is None:
         return f"no step yet · all {count(state.num_blocks, 'block')} free"[:width]
@@ -101,12 +103,23 @@ def _header(history: History, state: State, width: int) -> str:
         f"{used:,} of {state.num_blocks:,} blocks used, {counts['cached']:,} cached, {counts['free']:,} free{swap} · "
         f"{running:,} running, {waiting:,} waiting"
     )
+    if history.config.get("num_speculative_tokens"):
+        long += f" · {_drafts(history, position)}"
     if history.first:
         long += f" · the first {history.first:,} are not kept"
     if state.truncated:
         long += " · what ran before this log began is not known"
     short = f"step {record.step:,} · {used:,}/{state.num_blocks:,} blocks · {running:,} running, {waiting:,} waiting"
     return long if len(long) <= width else short[:width]
+
+
+def _drafts(history: History, position: int) -> str:
+    """``48% of 120 drafts accepted, 2.54 tokens a round``."""
+    seen = history.fold(SpeculationFold).outcomes(position).with_drafts()
+    if not seen.num_rounds:
+        return "no drafts yet"
+    share = f"{percent(seen.num_accepted, seen.num_drafts)} of {count(seen.num_drafts, 'draft')} accepted"
+    return f"{share}, {seen.num_tokens / seen.num_rounds:.2f} tokens a round"
 
 
 def _reasons(history: History, position: int, width: int) -> list[str]:

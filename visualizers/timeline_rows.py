@@ -79,7 +79,7 @@ class Timeline:
         self._holding: dict[int, Row] = {}
         """Rows that hold a slot, by index."""
         self._decoding: set[int] = set()
-        """Sequences that draw one token in each step."""
+        """Sequences that draw one token in each step, without drafts."""
         self._queue, self._counts = dict[int, Row](), [0] * len(STATES)
         self._followers: dict[str, list[Row]] = {}
         """By request, samples that wait for their prompt."""
@@ -251,10 +251,12 @@ class Timeline:
             row = self.row_of.get(sequence_id) or self._unseen(sequence_id, record)
             token = record.token_ids[index] if index < len(record.token_ids) else NO_TOKEN
             num_new, drawn = record.num_new_tokens[index], int(token >= 0)
-            drawn += record.num_accepted[index] if record.num_accepted and drawn else 0
+            drafts = record.num_drafts[index] if record.num_drafts else 0
+            drawn += record.num_accepted[index] if record.num_accepted else 0  # an end among them leaves no token behind
             prefill = kinds[index] == "prefill" and num_new > 0  # a sample that draws from its leader's logits computes none
             state = PADDING if row.end is not None else PREFILL if prefill else DECODE
-            self._set(row, column, state, 0 if state == PADDING else drawn, num_new if state == PREFILL else 0)
+            drawn = 0 if state == PADDING else drawn
+            self._set(row, column, state, drawn, {PREFILL: num_new, DECODE: drafts}.get(state, 0))
             computed[state] += num_new
             if state == PADDING and row.index not in self._holding:
                 self._late.append(row)
@@ -306,7 +308,7 @@ class Timeline:
         """All changes of rows go through here: the queue, the counts and the overview follow."""
         old = row.state
         row.set(column, (state, drawn, num_new))
-        (self._decoding.add if (state, drawn) == (DECODE, 1) else self._decoding.discard)(row.sequence_id)
+        (self._decoding.add if (state, drawn, num_new) == (DECODE, 1, 0) else self._decoding.discard)(row.sequence_id)
         if old == state:
             return
         self._counts[old] -= 1

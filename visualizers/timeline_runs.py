@@ -17,7 +17,9 @@ WAITS = QUEUE | {IDLE}
 WITH_SLOT = frozenset((IDLE, PADDING, DECODE, PREFILL))
 
 Kind = tuple[int, int, int]
-"""(state, tokens drawn in each step, tokens that a prefill computes): the same all along a run."""
+"""(state, tokens drawn in each step, tokens that a prefill computes, or drafts that a decode checks): the same along a run.
+
+Accepted drafts count as drawn."""
 _NOTHING = (GONE, 0, 0)
 
 
@@ -98,7 +100,7 @@ class Row:
         return waited + (steps if state in WAITS else 0), tokens + steps * drawn
 
     def runs(self, first: int, last: int) -> list[int]:
-        """Its runs from column ``first`` up to ``last``, flat: from, to, state, tokens drawn a step, tokens computed."""
+        """Its runs from column ``first`` up to ``last``, flat: from, to, and the three numbers of its ``Kind``."""
         found: list[int] = []
         for index in range(max(0, bisect_right(self.starts, first) - 1), len(self.starts)):
             if self.starts[index] >= last:

@@ -16,7 +16,7 @@ import traitlets
 
 from refimpl.errors import RefimplError
 from refimpl.visualizers import static_html
-from refimpl.visualizers.figure import WIDTH, Figure, plain
+from refimpl.visualizers.figure import WIDTH, Figure, Picture, plain
 from refimpl.visualizers.frames import Sender
 from refimpl.visualizers.page import heading, module, style
 from refimpl.visualizers.player import Player
@@ -192,7 +192,7 @@ class View(anywidget.AnyWidget):
         with self.player.locked():
             self.player.catch_up()
             history, position = self.player.history, self.player.position
-            return "\n".join(plain(figure.picture(history, position)["caption"]) for figure in self.figures)
+            return "\n".join(_in_letters(figure, figure.picture(history, position)) for figure in self.figures)
 
 
 _ACTIONS: dict[str, Callable[[View, dict[str, Any]], None]] = {
@@ -223,6 +223,12 @@ def _answer_where_asked(comm: Any) -> None:
         comm.answers_between_steps = True
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda _data, asked: asked
+
+
+def _in_letters(figure: Figure, picture: Picture) -> str:
+    """A picture's caption, and under it the picture itself where letters can draw it."""
+    caption = plain(picture["caption"])
+    return f"{caption}\n{figure.text(picture)}".rstrip() if hasattr(figure, "text") else caption
 
 
 def _next_preemption(view: View) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from refimpl.visualizers import batch_timeline, block_map, block_tables, latency_view, memory_view
+from refimpl.visualizers import batch_timeline, block_map, block_tables, latency_view, memory_view, speculation_view
 from refimpl.visualizers.batching import Batching
-from refimpl.visualizers.figures import ALL
+from refimpl.visualizers.figures import WITH_DRAFTS, figures_of
 from refimpl.visualizers.source import player_for
 from refimpl.visualizers.view import View
 
@@ -41,10 +41,21 @@ class LatencyView(View):
     figures = (latency_view.FIGURE,)
 
 
-class Dashboard(View):
-    """All of them together, on one step of one log."""
+class SpeculationView(View):
+    """Are the drafts worth it: how many are accepted, and what does a round bring?"""
 
-    figures = ALL
+    figures = (speculation_view.FIGURE,)
+
+
+class Dashboard(View):
+    """All of them together, on one step of one log; those about drafts where tokens are drafted."""
+
+    figures = WITH_DRAFTS
+
+    def __init__(self, source: Any, **options: Any) -> None:
+        source = player_for(source)
+        self.figures = figures_of(source.history.config)
+        super().__init__(source, **options)
 
 
 class StaticAndContinuous(View):

@@ -9,8 +9,8 @@ tokens are told apart on the device::
               └ model over the paged cache ─► hidden [T, H]
 
 A step takes the recording of the next larger number of tokens. The tokens that are too many belong to a row without
-context: their keys and values are not written, and nobody looks at their hidden states. Tiles that are too many belong to
-that row too, and attend to nothing.
+context, and so do the tiles: their keys and values are not written, their attention is 0, and nobody looks at their hidden
+states.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MixedStep:
         return min(size, self.most_rows)
 
     def _num_tiles(self, num_tokens: int) -> int:
-        return num_tokens // self._tile + MOST_PROMPTS
+        return num_tokens // self._tile + MOST_PROMPTS + 1
 
     def write(self, size: int, slots: np.ndarray, contexts: np.ndarray, query_lens: np.ndarray) -> None:
         """Say which sequences are computed, their lengths after the step, and how many tokens of each, for a recording."""
@@ -116,7 +116,7 @@ class MixedStep:
             block_size=B,
             block_table=batch.block_table[slots],
             slot_mapping=torch.where(real, block_ids * B + positions % B, -1),
-            cu_seqlens_q=torch.cat((ends.new_zeros(1), ends)).int(),
+            cu_seqlens_q=torch.cat((ends.new_zeros(1), ends[:-1], ends.new_full((1,), size))).int(),
             seqused_k=contexts.int(),
         )
         input_ids: Int64[Tensor, "size"] = batch.token_ids.view(-1)[slot * L + positions]

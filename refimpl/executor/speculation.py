@@ -135,6 +135,10 @@ class Speculation:
 
     def _sound(self, drafts: Drafts, drafted: DraftedRows) -> Drafts:
         """No more drafts than planned, and none from the first on that is no token."""
+        device = drafted.slots.device  # one's own proposer may well answer from the host
+        drafts = replace(drafts, token_ids=drafts.token_ids.to(device), num=drafts.num.to(device))
+        if drafts.probs is not None:
+            drafts = replace(drafts, probs=drafts.probs.to(device))
         drafts = drafts.padded(drafted.most)
         are_tokens = (drafts.token_ids >= 0) & (drafts.token_ids < self._batch.sampling.vocab_size)
         num = torch.minimum(torch.minimum(drafts.num, drafted.num_planned), are_tokens.long().cumprod(-1).sum(-1))

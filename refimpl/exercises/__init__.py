@@ -2,6 +2,7 @@
 
 from refimpl.exercises.attention import check_paged_decode, check_partial_and_merge
 from refimpl.exercises.verify import check_verify
+from refimpl.exercises.worth import check_num_drafts
 from refimpl.exercises.wrong import ExerciseError
 
-__all__ = ["ExerciseError", "check_paged_decode", "check_partial_and_merge", "check_verify"]
+__all__ = ["ExerciseError", "check_num_drafts", "check_paged_decode", "check_partial_and_merge", "check_verify"]

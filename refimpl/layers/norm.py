@@ -23,10 +23,13 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"] | None = None
     ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
-        """The normalised rows of ``x + residual``, and that sum; without a residual, of x, and x."""
+        """The normalised rows of ``x + residual``, and that sum; without a residual, of x, and x.
+
+        ``residual`` must not be used again: the sum may take its place.
+        """
         if by_triton(x):
             return self._by_triton(x, residual)
-        summed = x if residual is None else residual + x
+        summed = x if residual is None else residual.add_(x)
         return self._normed(summed), summed
 
     def _by_triton(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,8 @@ class TakesIn(BeamLifecycle):
                     break
                 sequence.logprobs += logprobs[number : number + 1]
                 self._append(sequence, token_id, now, update)
+            sequence.request.metrics.num_drafts += len(check.drafts)
+            sequence.request.metrics.num_accepted += check.num_accepted
             update.checks[row] = check
 
     def _give_back(self, sequence: Sequence, refused: int, update: StepUpdate) -> None:

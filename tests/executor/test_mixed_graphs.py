@@ -110,7 +110,7 @@ def test_empty_rows_tokens_and_tiles_write_nothing_and_read_nothing():
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs are a GPU's")
 def test_recorded_mixed_steps_give_the_same_tokens():
-    options = {"dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 48}
+    options = {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 48}
     with LLM("tiny", enforce_eager=True, **options) as llm:
         expected = tokens(llm)
     with LLM("tiny", **options) as llm:

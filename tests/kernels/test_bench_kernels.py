@@ -6,7 +6,7 @@ from kernel_device import DEVICE, ON_GPU
 from typer.testing import CliRunner
 
 from refimpl.attention import flash
-from refimpl.bench import kernels, offline, report
+from refimpl.bench import idle, kernels, offline, report, serve_sim, startup
 from refimpl.bench.commands import bench
 from refimpl.bench.kernel_checks import checks_of
 from refimpl.bench.peer_attention import FlashAttentionPeer
@@ -150,7 +150,7 @@ def test_a_kernel_is_measured():
     assert all(row["share"] < 1.2 for row in result.results["kernels"] if row["cold"])
 
 
-def test_one_command_measures_all_of_a_gpu_and_keeps_both_results(monkeypatch, tmp_path):
+def test_one_command_measures_all_of_a_gpu_and_keeps_every_result(monkeypatch, tmp_path):
     asked = []
 
     def result(topic, ok):
@@ -162,7 +162,15 @@ def test_one_command_measures_all_of_a_gpu_and_keeps_both_results(monkeypatch, t
 
     monkeypatch.setattr(kernels, "run", lambda names, **options: result("kernels", ok=False))
     monkeypatch.setattr(offline, "run", offline_run)
+    for name, module in (("startup", startup), ("serve-sim", serve_sim), ("idle", idle)):
+        monkeypatch.setattr(module, "run", lambda *args, name=name, **options: result(name, ok=True))
     done = CliRunner().invoke(bench, ["gpu", "--max-num-seqs", "512", "--save", str(tmp_path)])
     assert done.exit_code == 1, "a check of the first failed"
     assert asked == [(512, "llama-3-8b")]
-    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["kernels", "offline"]
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == [
+        "idle",
+        "kernels",
+        "offline",
+        "serve",
+        "startup",
+    ]

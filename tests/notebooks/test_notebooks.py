@@ -51,7 +51,7 @@ def texts(cell):
 
 def test_there_are_notebooks():
     names = ["00_quickstart", "01_kv_cache", "02_fragmentation", "03_paged_attention", "04_continuous_batching"]
-    names += ["05_attention"]
+    names += ["05_attention", "06_speculation"]
     assert [path.stem for path in NOTEBOOKS][: len(names)] == names
 
 

@@ -77,7 +77,7 @@ class Driver:
         self.drafts = RandomLength(drafts)
         self.scheduler.drafting = Drafting(self.drafts if drafts else None)
         self.executor = ShadowExecutor(block_size, draw, draft)
-        self.recorder = Recorder("shadow", config, self.kv, depth > 0, LOG_CAPACITY, clock, str)
+        self.recorder = Recorder("shadow", config, self.kv, depth > 0, LOG_CAPACITY, clock, str, None, drafts)
         self.depth = depth
         self.in_flight = []
         self.not_recorded = {}

@@ -172,9 +172,9 @@ def test_first_tokens_and_pauses_of_random_runs_are_all_counted(seed):
             getattr(driver, name)(**arguments)
     driver.run()
     drawn = picture(driver.recorder.events)
-    outputs = [[len(s.output_token_ids) for s in request.sequences] for request in driver.requests.values()]
-    assert drawn["first"]["count"] == sum(any(counts) for counts in outputs)
-    assert drawn["pauses"]["count"] == sum(max(0, number - 1) for counts in outputs for number in counts)
+    times = [[set(s.token_times) for s in request.sequences] for request in driver.requests.values()]
+    assert drawn["first"]["count"] == sum(any(samples) for samples in times)
+    assert drawn["pauses"]["count"] == sum(max(0, len(moments) - 1) for samples in times for moments in samples)
 
 
 def test_a_reason_to_wait_is_the_schedulers_sentence():

@@ -15,8 +15,11 @@ from sharing_support import Driver
 from refimpl import Engine, EngineArgs, EventLog, SamplingParams
 from refimpl.errors import RefimplError
 from refimpl.visualizers import History, export_html, page
+from refimpl.visualizers.batch_timeline import FIGURE as TIMELINE
 from refimpl.visualizers.block_map import FIGURE as BLOCK_MAP
 from refimpl.visualizers.palette import LIGHT
+from refimpl.visualizers.speculation_svg import chips
+from refimpl.visualizers.speculation_view import FIGURE as SPECULATION
 
 needs_browser = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
 
@@ -181,4 +184,42 @@ def test_a_large_map_that_is_painted_by_changes_is_the_one_painted_whole(browser
     tab.wait_for_function("document.querySelector('.refimpl').dataset.theme === 'light'")
     tab.wait_for_timeout(200)
     assert tab.evaluate(pixels) == by_changes != first
+    tab.close()
+
+
+@needs_browser
+def test_a_page_shows_drafts_goes_to_their_steps_and_pins_their_requests(browser, tmp_path):
+    driver = Driver(num_blocks=40, drafts=4, max_num_batched_tokens=32)
+    for number in range(3):
+        driver.add([number + 1, 2, 3], max_tokens=20)
+    log = driver.run().recorder.events
+    history = History(log)
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    errors = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(export_html(log, tmp_path / "run.html", [SPECULATION, TIMELINE]).as_uri())
+    tab.wait_for_selector(".speculation_view .sequence")
+
+    def shown():
+        of = "[...document.querySelectorAll('.speculation_view .round')]"
+        return tab.evaluate(f"{of}.map((r) => [...r.querySelectorAll('.chip')].map((c) => [c.textContent, c.classList[1]]))")
+
+    def told(position):
+        sequences = SPECULATION.picture(history, position)["sequences"]
+        return [list(map(list, chips(*one[2:]))) for *_, rounds in sequences for one in rounds]
+
+    last = len(history) - 1
+    assert shown() == told(last)
+    position = int(tab.get_attribute(".speculation_view .step >> nth=0", "data-position"))
+    tab.click(".speculation_view .step >> nth=0")
+    tab.wait_for_function(f"document.querySelector('.refimpl').dataset.position === '{position}'")
+    assert position < last
+    assert shown() == told(position)
+    tab.click(".speculation_view .letter >> nth=0")
+    tab.wait_for_selector(".speculation_view .sequence.faded")
+    assert tab.locator(".sequence:not(.faded)").count() == 1
+    tab.focus(".batch_timeline canvas[tabindex]")
+    tab.keyboard.press("ArrowDown")
+    tab.wait_for_function("/decodes 1 \\+ \\d drafts?, \\d/.test(document.querySelector('.tl-tip').innerText)")
+    assert errors == []
     tab.close()

@@ -144,7 +144,7 @@ def test_columns_are_the_records_of_random_runs(seed):
         assert column.num_alive == len(states(timeline, index, set(range(1, 10))))
     waited = sum(row.sums(len(timeline))[0] for row in timeline.rows)
     assert waited == (sum(timeline.columns[-1].waits) if timeline.columns else 0)
-    drawn = sum(token >= 0 for record in driver.recorder.events.records for token in record.token_ids)
+    drawn = sum(sum(t >= 0 for t in r.token_ids) + sum(r.num_accepted) for r in driver.recorder.events.records)
     assert drawn == sum(row.sums(len(timeline))[1] for row in timeline.rows)
 
 
@@ -258,10 +258,17 @@ def test_a_swapped_sequence_is_told_from_one_that_is_recomputed():
 
 def test_a_row_that_draws_accepted_drafts_counts_them():
     first = StepRecord(0, 0.0, 1.0, (0,), (0,), (2,), (5,), ("x",), arrived=(arrival(0),), admitted=((0, 0, 0),))
-    round_ = StepRecord(1, 1.0, 2.0, (0,), (0,), (5,), (6,), ("y",), drafts=((1, 2, 3, 4),), num_accepted=(3,))
+    more = {"drafts": ((1, 2, 3, 4),), "draft_texts": (("a", "b", "c", "d"),), "num_drafts": (4,)}
+    round_ = StepRecord(1, 1.0, 2.0, (0,), (0,), (5,), (6,), ("y",), **more, num_accepted=(3,))
     timeline = folded(CONFIG, [first, round_, round_])
-    assert timeline.rows[0].runs(0, 3) == [0, 1, PREFILL, 1, 2, 1, 3, DECODE, 4, 0]
+    assert timeline.rows[0].runs(0, 3) == [0, 1, PREFILL, 1, 2, 1, 3, DECODE, 4, 4], "a check is no prefill"
     assert (timeline.most_drawn, timeline.num_drawn) == (4, 9)
+    refused = StepRecord(2, 2.0, 3.0, (0,), (0,), (5,), (6,), ("y",), **more, num_accepted=(0,))
+    plain = StepRecord(3, 3.0, 4.0, (0,), (0,), (1,), (6,), ("y",))
+    ends = StepRecord(4, 4.0, 5.0, (0,), (0,), (5,), (-1,), ("",), **more, num_accepted=(2,), finished=(END,))
+    row = folded(CONFIG, [first, refused, plain, plain, ends]).rows[0]
+    assert row.runs(1, 5) == [1, 2, DECODE, 1, 4, 2, 4, DECODE, 1, 0, 4, 5, DECODE, 2, 4]
+    assert row.sums(5)[1] == 6, "an end among accepted drafts leaves no token behind them"
 
 
 def test_a_log_that_lost_its_beginning_shows_who_runs_in_it():

@@ -2,7 +2,7 @@
 // A base canvas holds the picture; hover, its box and its leader live on a second one above it.
 {
   const LEFT = 56, RIGHT = 196, PALE = 0.34, DIM = 0.28, TOKENS = 64, BLOCKS = 56;
-  const RUN = 5; // numbers a run: from, to, state, tokens drawn a step, tokens computed
+  const RUN = 5; // numbers a run: from, to, state, tokens drawn a step, tokens that a prefill computes or drafts that a decode checks
   const WIDE = 900;
   const TIP_ROWS = 10; // room for the sentence at a wait, if there are fewer rows
 
@@ -227,12 +227,19 @@
     return state === "idle" && last ? [last[2], last[1]] : null;
   }
 
+  /** A decode's tokens. The one step that ends a sequence may keep none behind its accepted drafts. */
+  function decodes(row, run, column) {
+    if (!run.computed) return ` draws ${plural(run.drawn, "token")}`;
+    const ends = row.end && row.end[1] === column;
+    return ` decodes 1 + ${plural(run.computed, "draft")}, ${ends ? `${plural(run.drawn, "token")} kept` : `${fmt(Math.max(0, run.drawn - 1))} accepted`}`;
+  }
+
   function tipHtml(p, row, column) {
     const run = runAt(p, row, column), k = column - p.first, step = p.steps[k];
     if (!run) return null;
     const why = reason(p, row, column, run.state), used = p.blocks.owned[k] + p.blocks.shared[k];
     const verb = { follows: " waits for its prompt, which another sample computes", idle: " holds a slot and is not computed", padding: " is computed after its end, for nobody",
-      decode: ` draws ${plural(run.drawn, "token")}`, prefill: ` computes ${plural(run.computed, "known token")}` }[run.state] ?? "";
+      decode: decodes(row, run, column), prefill: ` computes ${plural(run.computed, "known token")}` }[run.state] ?? "";
     const notes = why && why[1] !== step ? [`so told in step ${fmt(why[1])}`] : [];
     if (why && why[2]) notes.push("blocks that running sequences still need are left out");
     const note = notes.length ? notes.join("; ") : `${fmt(used)} of ${plural(p.num_blocks, "block")} in use, ${fmt(p.num_blocks - used)} can be taken`;
