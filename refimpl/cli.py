@@ -5,7 +5,6 @@ Importing this file, and ``refimpl --help``, import no torch: each command loads
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from refimpl.bench.commands import bench
 from refimpl.chat_command import chat as chat_command
 from refimpl.cli_options import with_engine_options, with_sampling_options
 from refimpl.cli_output import GenerateCommand
+from refimpl.cli_prompts import read_prompts
 from refimpl.cli_simulate import NOT_SIMULATED, simulate
 from refimpl.config import EngineArgs
 from refimpl.doctor.command import doctor
@@ -122,33 +122,12 @@ def _watched(llm: Any) -> AbstractContextManager[None]:
 
 def _all_prompts(prompts: list[str] | None, prompts_file: Path | None) -> list[Any]:
     """Those of the command line, then those of the file; without any, standard input is one."""
-    listed: list[Any] = [*(prompts or []), *(_read_prompts(prompts_file) if prompts_file else [])]
+    listed: list[Any] = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
     if not listed and not sys.stdin.isatty() and (piped := sys.stdin.read().strip()):
         listed = [piped]
     if not listed:
         raise RefimplError("there is no prompt; give one or more, pipe one in, or --prompts-file FILE.jsonl")
     return listed
-
-
-def _read_prompts(path: Path) -> list[Any]:
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RefimplError(f"the prompts file cannot be read: {error}") from error
-    prompts: list[Any] = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut at U+2028, which JSON allows
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)
-        except ValueError as error:
-            raise RefimplError(
-                f"line {number} of {path} is no JSON ({error}); each line is an object or a string"
-            ) from error
-        if not isinstance(prompt, str) and not (isinstance(prompt, dict) and {"prompt", "prompt_token_ids"} & set(prompt)):
-            raise RefimplError(f'line {number} of {path} must be a string, or an object with "prompt" or "prompt_token_ids"')
-        prompts.append(prompt)
-    return prompts
 
 
 @app.command()

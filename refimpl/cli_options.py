@@ -9,15 +9,18 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from refimpl.cli_speculative import FLAGS, merge_flags
 from refimpl.config import EngineArgs
 
 Command = Callable[..., None]
+Options = dict[str, Any]
 
 
 def with_engine_options(command: Command, but: Collection[str] = ()) -> Command:
     """Add an option for every field of EngineArgs to a command that takes ``engine_options`` as a dict.
 
-    Left out are those that only Python can fill, those that the command has itself, and those named in ``but``.
+    Left out are those that only Python can fill, those that the command has itself, and those named in ``but``. Where
+    ``speculative_config`` is not, its flags (:mod:`refimpl.cli_speculative`) come beside it, and end up in it.
     """
     left_out = {*inspect.signature(command).parameters, *but}
     types = get_type_hints(EngineArgs)
@@ -27,7 +30,9 @@ def with_engine_options(command: Command, but: Collection[str] = ()) -> Command:
             continue
         kind = str if types[field.name] is Any else types[field.name]
         engine.append(_option(field.name, kind, field.default, field.metadata["help"], "Engine options"))
-    return _with_options(command, "engine_options", engine)
+        if field.name == "speculative_config":
+            engine += [_option(name, kind | None, None, text, "Engine options") for name, (kind, _, text) in FLAGS.items()]
+    return _with_options(command, "engine_options", engine, merge_flags)
 
 
 SAMPLING: dict[str, tuple[Any, Any, str]] = {
@@ -73,15 +78,17 @@ def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspec
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _with_options(command: Command, argument: str, options: list[inspect.Parameter]) -> Command:
-    """The command with more options, which it gets as a dict in one argument, those that are None left out."""
+def _with_options(
+    command: Command, argument: str, options: list[inspect.Parameter], merge: Callable[[Options], Options] = dict
+) -> Command:
+    """The command with more options, which it gets as a dict in one argument, merged, those that are None left out."""
     hints = get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
     own = [p for p in own if p.name != argument]
 
     def wrapped(**arguments: Any) -> None:
         given = {option.name: arguments.pop(option.name) for option in options}
-        command(**arguments, **{argument: {name: value for name, value in given.items() if value is not None}})
+        command(**arguments, **{argument: merge({name: value for name, value in given.items() if value is not None})})
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + options
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__

@@ -20,8 +20,10 @@ from refimpl.simulate import HARDWARE, MODELS, Deployment, Simulation, TraceRequ
 from refimpl.simulate.models import FORMATS, KV_BYTES
 from refimpl.simulate.workload import ARRIVALS, NAMED
 
-NOT_SIMULATED = ("load_format", "device", "attention_backend", "cpu_kvcache_space", "event_log_size")
-"""Engine options that only a real device has."""
+NOT_SIMULATED = (
+    "load_format", "device", "attention_backend", "cpu_kvcache_space", "event_log_size", "speculative_config",
+)  # fmt: skip
+"""Engine options that only a real device has, or that the simulator knows nothing of."""
 FITTED = ("conv", "code")
 REQUESTS = 1_000
 

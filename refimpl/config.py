@@ -115,7 +115,8 @@ class EngineArgs:
     attention_backend: Any = _option("auto", "auto, torch, triton or flash_attn; in Python also an AttentionBackend object.")
     enforce_eager: bool = _option(False, "Start every kernel of a decode step on its own, without CUDA graphs.")
     speculative_config: Any = _option(
-        None, 'Draft tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 4}; in Python a dict.'
+        None,
+        'Draft tokens, check several at once: JSON, {"method": "ngram", "num_speculative_tokens": 4}; in Python a dict.',
     )
     async_scheduling: bool | None = _option(None, "Plan a step while the last one computes; default: on a GPU only.")
     max_logprobs: int = _option(20, "Most log-probabilities a token that a request may ask for; -1: no limit.")

@@ -55,6 +55,11 @@ class SpeculativeConfig:
             )
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("speculative_config: method 'draft_model' needs model, the draft model's name or folder")
+        if self.method == "ngram" and self.model not in (None, "[ngram]"):
+            raise ConfigError(
+                f"speculative_config: method 'ngram' reads no model, and model is {self.model!r}; leave out model, or use "
+                "method 'draft_model'"
+            )
         for name, least, most in (
             ("num_speculative_tokens", 1, MOST_DRAFTS),
             ("prompt_lookup_min", 1, 1000),

@@ -316,7 +316,54 @@ def test_help_names_every_engine_option(run, monkeypatch):
             assert f"--{field.name.replace('_', '-')} " in out, field.name
 
 
+def test_speculation_by_flags_is_that_by_json(objects, monkeypatch):
+    seen = []
+    checked = EngineArgs.from_options
+    monkeypatch.setattr(EngineArgs, "from_options", lambda options: seen.append(checked(options)) or checked(options))
+    plain = objects("12121212")
+    as_json = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}']
+    flags = ["--speculative-method", "ngram", "--num-speculative-tokens", 3]
+    for options in (as_json, [*flags, "--speculative-config", '{"adaptive": false}'], [*as_json, *flags]):
+        assert objects("12121212", *options)[0]["outputs"] == plain[0]["outputs"]
+        found = seen[-1].speculative_config
+        assert (found.method, found.num_speculative_tokens, found.adaptive) == ("ngram", 3, False)
+    assert seen[0].speculative_config is None
+    objects("1212", "--speculative-model", "tiny")
+    assert (seen[-1].speculative_config.method, seen[-1].speculative_config.model) == ("draft_model", "tiny")
+    objects("1212", "--num-speculative-tokens", 2)
+    assert (seen[-1].speculative_config.method, seen[-1].speculative_config.num_speculative_tokens) == ("ngram", 2)
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "batching"]])
+def test_every_command_with_an_engine_has_the_flags_of_speculation(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run(*command, "--help")
+    assert code == 0
+    for flag in ("--speculative-config", "--speculative-method", "--speculative-model", "--num-speculative-tokens"):
+        assert f"{flag} " in out
+
+
 # ---------------------------------------------------------------------- how it fails
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--num-speculative-tokens", 3, "--speculative-config", '{"num_speculative_tokens": 4}'], "give one of the two"),
+        (["--speculative-method", "ngram", "--speculative-config", '{"method": "head"}'], "--speculative-method is 'ngram'"),
+        (["--speculative-method", "ngram", "--speculative-model", "tiny"], "leave out model"),
+        (["--speculative-method", "draft_model"], "needs model"),
+        (["--speculative-method", "guess"], "must be one of ngram, draft_model, head"),
+        (["--num-speculative-tokens", 0], "num_speculative_tokens is 0"),
+        (["--num-speculative-tokens", 99], "num_speculative_tokens is 99"),
+        (["--num-speculative-tokens", 2, "--speculative-config", "{"], "no JSON"),
+        (["--num-speculative-tokens", 2, "--speculative-config", "[2]"], "must be an object"),
+        (["--speculative-config", '{"num_drafts": 2}'], "unknown option 'num_drafts'"),
+        (["--num-speculative-tokens", 2, "--no-enable-kv-cache"], "leave it out"),
+    ],
+)
+def test_contradictions_of_speculation(refused, options, said):
+    assert said in refused("generate", "--model", "tiny", "hi", *options)
 
 
 def test_a_piped_text_is_a_prompt(objects):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from refimpl.bench.report_serving import idle_table, serve_sim_table, startup_table
+from refimpl.bench.report_speculation import speculation_table
 from refimpl.errors import RefimplError
 
 COMMANDS = {
@@ -21,6 +22,9 @@ COMMANDS = {
     "serve_sim": "serve-sim --model-config llama-3-8b",
     "startup": "startup --model-config llama-3-8b",
     "idle": "idle --model-config llama-3-8b",
+    "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
+    "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
+    "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
 }
 """What measures a topic, where it is not a command of its name."""
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -302,14 +306,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "offline_llama_3_70b_fp8": _offline,
     "kernels": _kernels,
     "offline": _offline,
+    "speculation": lambda result: speculation_table(result) + caption(result),
+    "speculation_shape": lambda result: speculation_table(result) + caption(result),
     "serve_sim": lambda result: serve_sim_table(result) + caption(result),
     "startup": lambda result: startup_table(result) + caption(result),
     "idle": lambda result: idle_table(result) + caption(result),
 }
 """How each topic's result becomes a Markdown table."""
-COMMANDS = {
-    "offline": "throughput --model-config llama-3-8b",
-    "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
-    "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
-}
-"""What measures a topic that is not called as its command."""

@@ -85,14 +85,14 @@ class Refimpl:
         self._engine.close()
 
 
-def serve(engine: Engine, requests: Requests, detokenize: bool = True) -> Run:
+def serve(engine: Engine, requests: Requests, detokenize: bool = True, temperature: float = 0.0) -> Run:
     """Queue all requests and step until none is left."""
     answers: dict[str, list[int]] = {}
     first = None
     started = time.perf_counter()
     for number, (prompt, output) in enumerate(requests):
         params = SamplingParams(
-            temperature=0, max_tokens=output, ignore_eos=True, detokenize=detokenize, output_kind="final_only"
+            temperature=temperature, max_tokens=output, ignore_eos=True, detokenize=detokenize, output_kind="final_only"
         )
         engine.add_request(str(number), prompt, params)
     while engine.has_unfinished_requests():

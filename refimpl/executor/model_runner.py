@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -124,6 +125,7 @@ class ModelRunner:
             if inputs.drafted is None:
                 return self._launch(inputs, proposed.failure)
             drafted = inputs.drafted
+            proposed = replace(proposed, drafts=proposed.drafts.padded(drafted.most))
         inputs = self.input_batch.with_drafts(inputs)
         states, extras = self._checked_states(inputs, drafted)
         logits = self.model.compute_logits(states)

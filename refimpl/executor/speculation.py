@@ -68,9 +68,18 @@ class Speculation:
         self.proposer = proposer
         self._batch = input_batch
         self._coupled = coupled
-        self._synthetic = synthetic_acceptance
+        self.synthetic_acceptance = synthetic_acceptance
+        """Set only for measurements, which may change it between requests."""
+        if synthetic_acceptance is not None:
+            log.warning(
+                "synthetic_acceptance is %g: drafts are accepted by chance, whatever the models say; what comes out means "
+                "nothing, and times alone are to be looked at", synthetic_acceptance,
+            )  # fmt: skip
         self.seconds = 0.0
         """How long the last drafting took, the device's work included where the host waited for it."""
+        self.measuring = False
+        """Whether costs are measured: then the drafting is waited for, and as many drafts are checked as were planned, even
+        where the proposer found none."""
 
     def propose(self, inputs: StepInputs, drafted: DraftedRows) -> Proposed:
         """Have drafts made for the rows that draw, and write them behind their tokens.
@@ -101,6 +110,10 @@ class Speculation:
             none = torch.zeros(len(slots), drafted.most, dtype=torch.int64, device=slots.device)
             failure = f"the proposer {self.proposer.name} failed: {error!r}"
             return Proposed(Drafts(none, torch.zeros_like(slots)), np.zeros_like(drafted.planned), failure)
+        if self.measuring:
+            drafts = replace(drafts, num=drafted.num_planned)
+            if slots.is_cuda:
+                torch.cuda.synchronize(slots.device)
         self.seconds = time.perf_counter() - begin
         on_host = drafts.num.cpu().numpy() if self.proposer.needs_token_ids or not slots.is_cuda else None
         return Proposed(drafts, on_host)
@@ -173,8 +186,8 @@ class Speculation:
             if failures:
                 token_ids[list(failures)] = NOTHING_LEFT
             verdict = verify_coupled(token_ids[laws], drafts.token_ids, drafts.num)
-        if self._synthetic is not None:
-            accepted = round_uniforms(*numbers, drafted.most).accept < self._synthetic
+        if self.synthetic_acceptance is not None:
+            accepted = round_uniforms(*numbers, drafted.most).accept < self.synthetic_acceptance
             verdict = _replaced(verdict, drafts, accepted)
         return verdict, failures
 

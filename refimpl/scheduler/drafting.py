@@ -17,8 +17,8 @@ from refimpl.scheduler.decisions import DecisionLog
 class DraftLength(Protocol):
     """Says how many tokens to draft a sequence. A fixed number, or one that follows what was accepted."""
 
-    def choose(self, num_sequences: int) -> int:
-        """Tokens to draft for each of so many sequences in the next step; 0 drafts nothing."""
+    def choose(self, num_sequences: int) -> tuple[int, int]:
+        """Of so many sequences: tokens to draft for each in the next step, 0 for none, and for how many of them at most."""
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """One row had so many drafts, of which the first ``num_accepted`` were accepted."""
@@ -31,18 +31,19 @@ class Drafting:
         self.length = length
         self._max_draft_len = max_draft_len
         """The most tokens of a sequence that the proposer can read."""
-        self._num_drafts = 0
+        self._num_drafts = self._rows_left = 0
 
     def begin_step(self, num_running: int, budget: int) -> int:
         """Choose the number for the next step, so low that every running sequence has room in the budget."""
         self._num_drafts = 0
         if self.length is not None and num_running:
-            self._num_drafts = max(0, min(self.length.choose(num_running), budget // num_running - 1))
+            num_drafts, self._rows_left = self.length.choose(num_running)
+            self._num_drafts = max(0, min(num_drafts, budget // num_running - 1))
         return self._num_drafts
 
     def of_row(self, sequence: Sequence, num_new_tokens: int, budget: int, log: DecisionLog) -> int:
         """Drafts for a sequence that would compute ``num_new_tokens``: only a decode has any, and none beyond its end."""
-        if not self._num_drafts or num_new_tokens != 1 or not sequence.drafts:
+        if not self._num_drafts or not self._rows_left or num_new_tokens != 1 or not sequence.drafts:
             return 0
         num_tokens = sequence.num_tokens
         if num_tokens <= sequence.num_prompt_tokens:  # its first token is not ordered yet
@@ -50,7 +51,9 @@ class Drafting:
         if self._max_draft_len is not None and num_tokens + self._num_drafts > self._max_draft_len:
             stop_drafting(sequence, log, f"the draft model reads at most {self._max_draft_len} tokens")
             return 0
-        return max(0, min(self._num_drafts, budget - 1, sequence.most_tokens - num_tokens - 1))
+        num_drafts = max(0, min(self._num_drafts, budget - 1, sequence.most_tokens - num_tokens - 1))
+        self._rows_left -= bool(num_drafts)
+        return num_drafts
 
     def settle(self, sequence: Sequence, num_planned: int, num_drafts: int, num_accepted: int) -> int:
         """A check is known. Returns how many tokens its sequence counts less, where it still runs."""

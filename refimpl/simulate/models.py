@@ -23,8 +23,26 @@ LLAMA_3_70B = ModelConfig(
     tie_word_embeddings=False,
 )
 LLAMA_3_8B = replace(LLAMA_3_70B, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32)
-MODELS = {"llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B}
-"""By name: the shapes of Hugging Face's ``meta-llama/Meta-Llama-3-8B`` and ``-70B``."""
+LLAMA_3_2_1B = replace(
+    LLAMA_3_70B,
+    hidden_size=2_048,
+    intermediate_size=8_192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    head_dim=64,
+    max_position_embeddings=131_072,
+    rope=RopeConfig(
+        theta=500_000.0,
+        kind="llama3",
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8_192,
+    ),
+    tie_word_embeddings=True,
+)
+MODELS = {"llama-3.2-1b": LLAMA_3_2_1B, "llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B}
+"""By name: the shapes of Hugging Face's ``meta-llama/Llama-3.2-1B``, ``Meta-Llama-3-8B`` and ``-70B``."""
 
 
 def find_model(name: str) -> ModelConfig:

@@ -11,15 +11,16 @@ import typer
 
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
+from refimpl.speculate.profile_command import profile
 
-speculate = typer.Typer(help="Train drafters for speculative decoding.", no_args_is_help=True)
+speculate = typer.Typer(help="Train drafters for speculative decoding, and see what they bring.", no_args_is_help=True)
 
-NOT_OF_TRAINING = ("model", "max_model_len", "seed")
+NOT_OF_TRAINING = ("model", "max_model_len", "seed", "speculative_config")
 
 
 @speculate.callback()
 def _commands() -> None:
-    """Train drafters for speculative decoding."""
+    """Train drafters for speculative decoding, and see what they bring."""
 
 
 def _train(
@@ -64,6 +65,7 @@ def _train(
 
 
 speculate.command("train")(with_engine_options(_train, but=NOT_OF_TRAINING))
+speculate.command("profile")(with_engine_options(profile))
 
 
 def _layers(text: str) -> tuple[int | None, ...]:

@@ -7,6 +7,8 @@ import torch
 from refimpl import LLM, SamplingParams
 from refimpl.errors import ConfigError, UnknownOptionError
 from refimpl.models.tiny import tiny
+from refimpl.speculative.costs import RoundCosts
+from refimpl.speculative.lengths import AdaptiveLength
 from refimpl.speculative.proposer import Drafts, Proposer
 
 V = 24
@@ -297,15 +299,38 @@ def test_requests_that_read_logits_have_no_drafts():
 
 def test_the_number_adapts_to_what_is_accepted():
     with engine({"method": "draft_model", "model": tiny(vocab_size=V), "num_speculative_tokens": 8}) as llm:
-        length = llm.engine.scheduler.drafting.length
-        length.costs = length.costs.__class__(
-            {1: 1.0}, {1: dict.fromkeys((1, 2, 3, 5, 8), 1.0)}, {1: dict.fromkeys((1, 2, 3, 5, 8), 0.5)}
-        )
+        costs = RoundCosts({1: 1.0}, {2: 1.0, 9: 1.0}, {1: dict.fromkeys((1, 2, 3, 5, 8), 0.5)})
+        length = llm.engine.scheduler.drafting.length = AdaptiveLength(8, costs)
         generate(llm, max_tokens=60)
-        assert length.choose(1) == 8, "everything is accepted, and costs half a step"
-        for _ in range(200):
-            length.observe(3, 0)
-        assert length.choose(1) == 0, "nothing is"
+        assert length.choose(1) == (8, 1), "everything is accepted, and costs half a step"
+        for _ in range(100):
+            length.observe(length.choose(1)[0], 0)
+        assert length.choose(1) == (0, 0), "nothing is"
+
+
+class Sparing(Guesser):
+    """Drafts right, and fewer than it may: ``most`` for the first row, none for the others."""
+
+    def __init__(self, texts, most):
+        super().__init__(texts, wrong_every=0)
+        self.most = most
+
+    def propose(self, rows):
+        drafts = super().propose(rows)
+        num = torch.zeros_like(drafts.num)
+        num[0] = min(self.most, int(drafts.num[0]))
+        return Drafts(drafts.token_ids, num)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_fewer_drafts_than_planned_are_checked_alone(plain, most):
+    """All rows have fewer than the table of drafts is wide."""
+    texts = [prompt + tokens for prompt, [tokens] in zip(PROMPTS, plain[0], strict=True)]
+    with engine({"method": Sparing(texts, most), "num_speculative_tokens": 4, "adaptive": False}) as llm:
+        assert generate(llm) == plain[0]
+        drafted, accepted = drafts_of(llm)
+        assert drafted == accepted
+        assert (drafted > 0) == (most > 0)
 
 
 BAD = {
