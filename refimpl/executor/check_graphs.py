@@ -1,8 +1,8 @@
 """CUDA graphs of checks, and of a draft model's steps: decodes of several tokens a row.
 
-A graph is recorded for each number of tokens that may come, and a few numbers of rows. All rows of a step have as many tokens:
-one that has fewer could be padded with tokens that nobody wrote, but then its own would meet keys and values that nobody
-wrote, and a NaN among those stays one however little it weighs.
+A graph is recorded for each number of tokens that may come, and a few numbers of rows. All rows of a step have as many
+tokens: one that has fewer could be padded with tokens that nobody wrote, but then its own would meet keys and values that
+nobody wrote, and a NaN among those stays one however little it weighs.
 """
 
 from __future__ import annotations

@@ -76,8 +76,9 @@ class DecodeStep:
         self._cu_seqlens_q = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
 
     def write(self, slots: np.ndarray, contexts: np.ndarray) -> None:
-        """Say which sequences are decoded, and their lengths with the tokens that are computed, as the host has them: what is
-        unsettled included. Other rows are empty.
+        """Say which sequences are decoded, and their lengths with the tokens that are computed. Other rows are empty.
+
+        Lengths are those that the host has, with what is unsettled.
         """
         count = len(slots)
         self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
