@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from refimpl.outputs import NO_TOKEN, Batch, Check, ModelRunnerOutput, Refusal, SchedulerOutput
 from refimpl.request import Sequence
 from refimpl.row_extras import RowExtras
@@ -29,8 +31,10 @@ class TakesIn(BeamLifecycle):
 
     def update(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> StepUpdate:
         """Take in what a step drew: append ids, stop, free. All counting was done when the step was planned."""
-        batch, extras = scheduler_output.batch, runner_output.extras
-        update = StepUpdate(token_ids=list(runner_output.token_ids))
+        batch = scheduler_output.batch
+        if batch.num_drafts:
+            runner_output = self._cut_at_ends(batch, runner_output)
+        extras, update = runner_output.extras, StepUpdate(token_ids=list(runner_output.token_ids))
         self._log.step = scheduler_output.step
         now = self._clock()
         if batch.num_drafts:
@@ -57,6 +61,22 @@ class TakesIn(BeamLifecycle):
         update.advanced.append(sequence)
         if (reason := stop(sequence, token_id, self._eos_token_ids, self._text)) is not None:
             update.finished.append(self._finish(sequence, reason))
+
+    def _cut_at_ends(self, batch: Batch, runner_output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Drafts may reach beyond what a request may say: a check ends there, its last token perhaps one of them."""
+        token_ids, checks, extras = list(runner_output.token_ids), dict(runner_output.checks), dict(runner_output.extras)
+        for row, check in runner_output.checks.items():
+            sequence = self.sequences.get(batch.sequence_ids[row])
+            room = len(check.drafts) if sequence is None else sequence.most_tokens - len(sequence.token_ids) - 1
+            if room >= len(check.drafts):
+                continue
+            checks[row] = Check(check.drafts[:room], min(check.num_accepted, room))
+            if check.num_accepted > room:
+                token_ids[row] = check.drafts[room]
+                if row in extras:
+                    told = extras[row]
+                    extras[row] = msgspec.structs.replace(told, logprobs=told.logprobs[: room + 1], failure=None)
+        return msgspec.structs.replace(runner_output, token_ids=tuple(token_ids), checks=checks, extras=extras)
 
     def _take_checked(self, batch: Batch, runner_output: ModelRunnerOutput, update: StepUpdate, now: float) -> None:
         """The drafts of a step's rows: those accepted are taken, one by one, as far as their sequence goes on."""

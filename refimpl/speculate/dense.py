@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -129,9 +128,10 @@ def run_target(
     places = texts.starts[list(chosen)][:, None] + np.minimum(np.arange(longest), lengths[:, None] - 1)
     token_ids = to_device(torch.from_numpy(texts.token_ids[places].astype(np.int64)), device)
     positions = torch.arange(longest, device=device).repeat(len(lengths))
-    stand_ins = [object() for _ in model.layers]  # where the cache of a layer would be: no two are the same
+    # Where the cache of a layer would be: no two are the same, and nothing but their dtype is read.
+    stand_ins = [LayerKV(*[torch.empty(0, dtype=model.embed_tokens.dtype)] * 2) for _ in model.layers]
     step = DenseStep(stand_ins, len(lengths), layers)
-    hidden = model(token_ids.flatten(), positions, cast(list[LayerKV], stand_ins), step)
+    hidden = model(token_ids.flatten(), positions, stand_ins, step)
     return Batch(
         token_ids,
         to_device(torch.from_numpy(lengths), device),

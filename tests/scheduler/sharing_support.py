@@ -53,7 +53,7 @@ class RandomLength:
 
     def choose(self, num_sequences):
         self.calls += 1
-        return (self.calls * 2654435761 >> 7) % (self.most + 1)
+        return (self.calls * 2654435761 >> 7) % (self.most + 1), 1 + self.calls % 3 * num_sequences
 
     def observe(self, num_drafts, num_accepted):
         self.seen.append((num_drafts, num_accepted))
