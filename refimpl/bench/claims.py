@@ -236,8 +236,8 @@ def _draft_of_8b(_: dict[str, Any]) -> tuple[str, str]:
     K = max(range(1, 9), key=lambda drafts: most_draft_cost(0.75, drafts, goal))
     best = best_num_drafts(0.75, c)
     return (
-        f"needs c ≤ {most_draft_cost(0.75, K, goal):.3f}, at {K} drafts and a check that costs no more than a step; 16 bits of "
-        f"8B over 8 bits of 70B are c = {c:.2f}, which is {speedup(0.75, best, c):.2f} times at {best} drafts",
+        f"needs c ≤ {most_draft_cost(0.75, K, goal):.3f}, at {K} drafts and a check that costs no more than a step; 16 bits "
+        f"of 8B over 8 bits of 70B are c = {c:.2f}, which is {speedup(0.75, best, c):.2f} times at {best} drafts",
         "wrong for a draft of that size: it takes one of a billion weights, or a small head",
     )
 

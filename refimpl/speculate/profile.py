@@ -17,7 +17,8 @@ from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import ConfigError
 from refimpl.loading.checkpoint import open_checkpoint
-from refimpl.speculative.lengths import LADDER, ladder
+from refimpl.speculative.law import LADDER
+from refimpl.speculative.lengths import ladder
 from refimpl.speculative_config import SpeculativeConfig
 from refimpl.tokenizer.tokenizer import Tokenizer
 
