@@ -1,7 +1,8 @@
 """CUDA graphs of checks, and of a draft model's steps: decodes of several tokens a row.
 
-A graph is recorded for each number of tokens that may come, and a few numbers of rows. A row that has fewer tokens than the
-others is padded: it computes tokens that nobody wrote, writes none of them, and nobody looks at their hidden states.
+A graph is recorded for each number of tokens that may come, and a few numbers of rows. All rows of a step have as many
+tokens: one that has fewer could be padded with tokens that nobody wrote, but then its own would meet keys and values that
+nobody wrote, and a NaN among those stays one however little it weighs.
 """
 
 from __future__ import annotations
@@ -42,20 +43,15 @@ class CheckGraphs:
             pool = self._by_tokens[several].pool
         self.num_tokens = sorted(num_tokens)
 
-    def _recorded_for(self, num_tokens: int) -> int:
-        return self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
+    def serves(self, counts: np.ndarray) -> bool:
+        """Whether there is one for rows of so many tokens each."""
+        return len(counts) <= self.sizes[-1] and bool((counts == counts[0]).all()) and int(counts[0]) in self.num_tokens
 
-    def serves(self, befores: np.ndarray, num_tokens: int) -> bool:
-        """Whether there is one for so many tokens of each row; ``befores`` are the rows' tokens before them."""
-        if len(befores) > self.sizes[-1] or num_tokens > self.num_tokens[-1]:
-            return False
-        return int(befores.max()) + self._recorded_for(num_tokens) <= self.step.longest
-
-    def replay(self, slots: np.ndarray, contexts: np.ndarray, counts: np.ndarray) -> Float[Tensor, "S several H"]:
-        """Hidden states of ``counts`` tokens of each row, and of more, which mean nothing; until the next replay."""
-        self.step.write(slots, contexts, counts)
+    def replay(self, slots: np.ndarray, contexts: np.ndarray, num_tokens: int) -> Float[Tensor, "S several H"]:
+        """Hidden states of ``num_tokens`` tokens of each row. The next replay, of any size, may overwrite them."""
+        self.step.write(slots, contexts)
         place = bisect.bisect_left(self.sizes, len(slots))
-        hidden = self.run(self._recorded_for(int(counts.max())), place)
+        hidden = self.run(num_tokens, place)
         several: Tensor = hidden.unflatten(0, (self.sizes[place], -1))
         return several[: len(slots)]
 
@@ -86,8 +82,8 @@ class DraftGraphs:
         """Hidden states of the rows' last tokens, of ``count`` that each computes; None where that is not recorded."""
         if count == 1 and len(slots) <= self._one.sizes[-1]:
             return self._one.replay(slots, contexts)
-        if count == 2 and self._two.serves(contexts - 2, 2):
-            return self._two.replay(slots, contexts, np.full_like(contexts, 2))[:, 1]
+        if count == 2 and self._two.serves(np.full_like(contexts, 2)):
+            return self._two.replay(slots, contexts, 2)[:, 1]
         return None
 
     def release(self) -> None:

@@ -4,9 +4,9 @@ A decode of a small model takes a GPU less time than Python takes to start its k
 of kernels with the addresses that they read and write, so what changes from step to step has to lie at a fixed place.
 Here that is little, since a running sequence's tokens and block table already live by slot on the device::
 
-    host      slots, contexts and counts of the rows ─► rows [3, R]       the only transfer of a decode
+    host      slots and contexts of the rows ──────► rows [2, R]          the only transfer of a decode
     graph     token_ids[slot, context − 1] ─► model over the paged cache ─► hidden [R, H]
-                    └ positions, slots in the cache, block tables, lengths: worked out from the three, inside
+                    └ positions, slots in the cache, block tables, lengths: worked out from the two, inside
 
 Graphs are recorded for a few numbers of rows (:func:`graph_sizes`), and a step takes the next larger one. Rows that nobody
 needs have a context of 0: their key and value are not written, their attention reads no block, their hidden state is not
@@ -70,37 +70,35 @@ class DecodeStep:
         device = self.device = input_batch.device
         self.longest = input_batch.token_ids.shape[1]
         """Tokens of the longest context that a slot holds."""
-        self._rows = torch.zeros(3, most_rows, dtype=torch.int64, device=device)  # slots; contexts; counts
-        self._staged = np.zeros((3, most_rows), dtype=np.int64)
+        self._rows = torch.zeros(2, most_rows, dtype=torch.int64, device=device)  # slots; contexts
+        self._staged = np.zeros((2, most_rows), dtype=np.int64)
         self._most_tokens = torch.arange(16, device=device)
         self._cu_seqlens_q = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
 
-    def write(self, slots: np.ndarray, contexts: np.ndarray, counts: np.ndarray | int = 1) -> None:
-        """Say which sequences are decoded, their lengths with the tokens that are computed, and how many these are.
+    def write(self, slots: np.ndarray, contexts: np.ndarray) -> None:
+        """Say which sequences are decoded, and their lengths with the tokens that are computed. Other rows are empty.
 
-        Lengths are the host's, what is unsettled included. Other rows are empty.
+        Lengths are those that the host has, with what is unsettled.
         """
         count = len(slots)
         self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
-        self._staged[2, :count] = counts
         self._rows.copy_(to_device(torch.from_numpy(self._staged), self.device))
 
     def forward(self, size: int, num_tokens: int = 1) -> Float[Tensor, "T H"]:
-        """Hidden states of ``num_tokens`` tokens of each of the first ``size`` rows; those beyond its own mean nothing."""
+        """Hidden states of ``num_tokens`` tokens of each of the first ``size`` rows; those of empty rows mean nothing."""
         batch, B = self._input_batch, self._input_batch.block_size
-        slots, contexts, counts = self._rows[:, :size]
+        slots, contexts = self._rows[:, :size]
         used, place = (contexts > 0).unsqueeze(1), self._most_tokens[:num_tokens]
-        before = batch.unsettled.lowered(contexts - counts, slots)
+        before = batch.unsettled.lowered(contexts - num_tokens, slots)
         positions = (before.unsqueeze(1) + place).clamp(min=0)  # [size, num_tokens]
         block_table = batch.block_table[slots]
         block_ids = block_table.gather(1, (positions // B).clamp(max=block_table.shape[1] - 1)).long()
-        written = used & (place < counts.unsqueeze(1))
         attention = AttentionMetadata(
             query_lens=[num_tokens] * size,
             context_lens=[self.longest] * size,  # the longest that may come
             block_size=B,
             block_table=block_table,
-            slot_mapping=torch.where(written, block_ids * B + positions % B, -1).flatten(),
+            slot_mapping=torch.where(used, block_ids * B + positions % B, -1).flatten(),
             cu_seqlens_q=self._cu_seqlens_q[: size + 1] * num_tokens,
             seqused_k=torch.where(contexts > 0, before + num_tokens, 0).int(),
         )

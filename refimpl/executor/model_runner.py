@@ -139,9 +139,8 @@ class ModelRunner:
     def _checked_states(self, inputs: StepInputs, drafted: DraftedRows) -> tuple[Float[Tensor, "R H"], dict[int, RowExtras]]:
         """The hidden states behind each draft, by a recorded graph where all rows are decodes; and what else is read."""
         graphs, counts = self.check_graphs, inputs.query_lens
-        alone = len(drafted.batch_rows) == len(inputs.row_slots) and counts.min() > 0
-        if graphs is not None and alone and graphs.serves(inputs.bounds - counts, int(counts.max())):
-            hidden = graphs.replay(inputs.row_slots, inputs.bounds, counts)
+        if graphs is not None and len(drafted.batch_rows) == len(counts) and graphs.serves(counts):
+            hidden = graphs.replay(inputs.row_slots, inputs.bounds, int(counts[0]))
             return hidden[drafted.row, drafted.place], {}
         hidden = self._hidden(inputs)
         return self._states(hidden, inputs), self._read(hidden, inputs)

@@ -41,8 +41,11 @@ class Drafting:
             self._num_drafts = max(0, min(num_drafts, budget // num_running - 1))
         return self._num_drafts
 
-    def of_row(self, sequence: Sequence, num_new_tokens: int, budget: int, log: DecisionLog) -> int:
-        """Drafts for a sequence that would compute ``num_new_tokens``: only a decode has any, and none beyond its end."""
+    def of_row(self, sequence: Sequence, num_new_tokens: int, budget: int, max_model_len: int, log: DecisionLog) -> int:
+        """Drafts for a sequence that would compute ``num_new_tokens``: only a decode has any.
+
+        They may reach beyond its end, where they are cut off: rows of equally many tokens are one recorded step on a GPU.
+        """
         if not self._num_drafts or not self._rows_left or num_new_tokens != 1 or not sequence.drafts:
             return 0
         num_tokens = sequence.num_tokens
@@ -51,7 +54,7 @@ class Drafting:
         if self._max_draft_len is not None and num_tokens + self._num_drafts > self._max_draft_len:
             stop_drafting(sequence, log, f"the draft model reads at most {self._max_draft_len} tokens")
             return 0
-        num_drafts = max(0, min(self._num_drafts, budget - 1, sequence.most_tokens - num_tokens - 1))
+        num_drafts = max(0, min(self._num_drafts, budget - 1, max_model_len - num_tokens - 1))
         self._rows_left -= bool(num_drafts)
         return num_drafts
 

@@ -94,7 +94,9 @@ class Scheduler(TakesIn):
             num_new_tokens = self._num_new_tokens(sequence, plan.budget)
             if not num_new_tokens:
                 continue
-            num_drafts = self.drafting.of_row(sequence, num_new_tokens, plan.budget, self._log) if drafting else 0
+            num_drafts, longest = 0, self.config.max_model_len
+            if drafting:
+                num_drafts = self.drafting.of_row(sequence, num_new_tokens, plan.budget, longest, self._log)
             allocation = self._allocate(sequence, num_new_tokens + num_drafts)
             if allocation is None and num_drafts:  # nobody gives way for drafts
                 num_drafts, allocation = 0, self._allocate(sequence, num_new_tokens)
