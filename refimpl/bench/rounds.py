@@ -194,9 +194,9 @@ def _rung(name: str, answered: list[Answered], without: list[float], costs: Roun
     merged.accepted = [sum(places) for places in zip(*(one.accepted for one in counted), strict=True)]
     rates, share = merged.rates(number), figures["drafted_share"]
     c, v = costs.c(batch_size, number), costs.v(batch_size, number)
-    # A row for which nothing was drafted takes a plain step and brings one token.
+    # A row for which nothing was found costs the search and a plain step, and brings one token.
     expected = share * tokens_a_round(rates, number) + (1 - share)
-    figures |= {"acceptance": rates, "c": c, "v": v, "predicted": expected / (share * (number * c + v) + 1 - share)}
+    figures |= {"acceptance": rates, "c": c, "v": v, "predicted": expected / (number * c + share * v + 1 - share)}
     return figures
 
 
