@@ -16,7 +16,8 @@ from refimpl.bench.report import caption, newest_results
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import RefimplError
 from refimpl.simulate import Deployment
-from refimpl.simulate.models import LLAMA_3_70B
+from refimpl.simulate.models import LLAMA_3_8B, LLAMA_3_70B
+from refimpl.speculative.law import best_num_drafts, most_draft_cost, speedup
 
 TOKEN = LLAMA_3_70B.kv_bytes_per_token(2)
 """Bytes of keys and values of one token, in 16 bits."""
@@ -230,6 +231,26 @@ def _latencies(r: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def _draft_of_8b(_: dict[str, Any]) -> tuple[str, str]:
+    goal, c = 2.3, LLAMA_3_8B.num_parameters / (LLAMA_3_70B.num_parameters / 2)  # bytes in 16 bits over those in 8
+    K = max(range(1, 9), key=lambda drafts: most_draft_cost(0.75, drafts, goal))
+    best = best_num_drafts(0.75, c)
+    return (
+        f"needs c ≤ {most_draft_cost(0.75, K, goal):.3f}, at {K} drafts and a check that costs no more than a step; 16 bits "
+        f"of 8B over 8 bits of 70B are c = {c:.2f}, which is {speedup(0.75, best, c):.2f} times at {best} drafts",
+        "wrong for a draft of that size: it takes one of a billion weights, or a small head",
+    )
+
+
+def _under_60(_: dict[str, Any]) -> tuple[str, str]:
+    c = 0.05
+    figures = (f"{speedup(alpha, best_num_drafts(alpha, c), c):.2f} times at {alpha:.0%}" for alpha in (0.6, 0.5, 0.4))
+    return (
+        f"with c = {c} and a check that costs no more than a step: {', '.join(figures)}",
+        "wrong: one draft pays from an acceptance of c on, as 1 + α > 1 + c; at large batches it is the check that costs",
+    )
+
+
 CLAIMS = [
     Claim(
         "KV cache",
@@ -257,6 +278,8 @@ CLAIMS = [
     Claim("the table", "First token 820 → 210 ms (p99 4,200 → 890), between tokens 38 → 22", "simulate", _table_latency),
     Claim("the table", "$2.40 → $0.62 a million tokens", "simulate", _table_cost),
     Claim("tips", "Measure the time to the first token apart from the time between tokens", "serve_sim", _latencies, True),
+    Claim("speculative decoding", "70B with an 8B draft at 75% acceptance: 2.3 times", None, _draft_of_8b),
+    Claim("speculative decoding", "Under 60% acceptance it never pays", None, _under_60),
 ]
 
 _HEAD = """# The claims, measured

@@ -33,8 +33,10 @@ class CountedLength:
 
     def __init__(self, length: DraftLength) -> None:
         self._length = length
+        self.rows = 0
+        """Of all steps."""
         self.rounds = 0
-        """Rows with drafts."""
+        """Those with drafts."""
         self.drafted = [0] * MOST_DRAFTS
         """Rows by position that had a draft there, those before it accepted."""
         self.accepted = [0] * MOST_DRAFTS
@@ -45,6 +47,7 @@ class CountedLength:
         """What the length chooses."""
         number, rows = self._length.choose(num_sequences)
         self.chosen[number] = self.chosen.get(number, 0) + 1
+        self.rows += num_sequences
         return number, rows
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
@@ -173,14 +176,13 @@ def climb(
 
 def _rung(name: str, answered: list[Answered], without: list[float], costs: RoundCosts, batch_size: int) -> dict[str, Any]:
     counted = [one.counted for one in answered if one.counted is not None]
-    rounds, accepted = sum(one.rounds for one in counted), sum(sum(one.accepted) for one in counted)
-    tokens = sum(one.tokens for one in answered)
-    rows = tokens - accepted  # each row of a step brings one token, and its accepted drafts
+    rounds, rows = sum(one.rounds for one in counted), sum(one.rows for one in counted)
+    tokens = sum(one.tokens for one in answered)  # what was accepted beyond an end is none of them
     figures: dict[str, Any] = {
         "tokens_per_second": spread([one.rate for one in answered]),
         "measured": ratio([one.rate for one in answered], without),
         "tokens_a_round": tokens / rows,
-        "drafted_share": rounds / rows,
+        "drafted_share": min(1.0, rounds / rows),
     }
     if name == ADAPTIVE:
         steps = sum(sum(one.chosen.values()) for one in counted)
@@ -192,9 +194,9 @@ def _rung(name: str, answered: list[Answered], without: list[float], costs: Roun
     merged.accepted = [sum(places) for places in zip(*(one.accepted for one in counted), strict=True)]
     rates, share = merged.rates(number), figures["drafted_share"]
     c, v = costs.c(batch_size, number), costs.v(batch_size, number)
-    # A row for which nothing was drafted takes a plain step and brings one token.
+    # A row for which nothing was found costs the search and a plain step, and brings one token.
     expected = share * tokens_a_round(rates, number) + (1 - share)
-    figures |= {"acceptance": rates, "c": c, "v": v, "predicted": expected / (share * (number * c + v) + 1 - share)}
+    figures |= {"acceptance": rates, "c": c, "v": v, "predicted": expected / (number * c + share * v + 1 - share)}
     return figures
 
 
