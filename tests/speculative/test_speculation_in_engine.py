@@ -98,7 +98,7 @@ def hold_laws(outputs):
 
 
 def test_twenty_thousand_rounds_have_the_targets_law_and_the_drafts_acceptance():
-    outputs, records, preemptions = generate(8_000, max_num_seqs=256, block_size=2, num_gpu_blocks_override=600)
+    outputs, records, preemptions = generate(8_400, max_num_seqs=256, block_size=2, num_gpu_blocks_override=600)
     assert preemptions > 100
     hold_laws(outputs)
     judged = torch.zeros(len(ASKED), len(TEXTS), 2, dtype=torch.int64)
