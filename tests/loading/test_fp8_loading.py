@@ -38,8 +38,8 @@ def test_a_folder_is_quantised_from_the_dtype_that_it_has(tmp_path, dtype):
         values, scales = reference.quantise(torch.cat([tensors[f"{name}.{part}.weight"] for part in parts]))
         assert torch.equal(linear.weight.float(), values.float()), parts
         assert torch.equal(linear.scales, scales), parts
-    for held in (model.embed_tokens, model.norm.weight, layer.input_norm.weight):
-        assert held.dtype == torch.bfloat16
+    assert model.embed_tokens.dtype == torch.bfloat16
+    assert model.norm.weight.dtype == layer.input_norm.weight.dtype == torch.float32, "as a CPU computes between products"
 
 
 def test_random_weights_are_those_of_the_plain_model_quantised():
@@ -88,4 +88,5 @@ def test_no_more_than_one_matrix_is_there_in_16_bits_while_it_loads(tmp_path, lo
     all_matrices = 2 * (config.num_parameters - config.num_outside_matrices)
     beside = living.most - held
     assert all_matrices > 40 * 2 * matrix, "the bound means something"
-    assert beside < (2 + 3 * 4) * matrix + 20_000, "a matrix as it came, and in float32 while it is rounded"
+    head = 4 * config.vocab_size * config.hidden_size  # a CPU packs it by way of float32
+    assert beside < (2 + 3 * 4) * matrix + head + 20_000, "a matrix as it came, and in float32 while it is rounded"
