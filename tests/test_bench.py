@@ -276,7 +276,7 @@ def test_preemptions_of_a_shape_are_measured_where_steps_are_planned_ahead(tmp_p
     shape = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    options = {"model": "none", "dtype": "float32", "async_scheduling": True}
+    options = {"dtype": "float32", "async_scheduling": True}
     result = swap.run(options, lengths=(20,), others=2, repeats=2, model_config=str(tmp_path))
     assert [check.name for check in result.checks] == ["swap_same_tokens", "cheaper_mode_predicted", "itl_during_swap"]
     assert result.checks[0].ok
