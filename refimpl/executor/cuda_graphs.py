@@ -92,7 +92,7 @@ class DecodeStep:
         before = batch.unsettled.lowered(contexts - num_tokens, slots)
         positions = (before.unsqueeze(1) + place).clamp(min=0)  # [size, num_tokens]
         block_table = batch.block_table[slots]
-        block_ids = block_table.gather(1, (positions // B).clamp(max=block_table.shape[1] - 1)).long()
+        block_ids = block_table.gather(1, positions // B).long()
         attention = AttentionMetadata(
             query_lens=[num_tokens] * size,
             context_lens=[self.longest] * size,  # the longest that may come
@@ -102,7 +102,7 @@ class DecodeStep:
             cu_seqlens_q=self._cu_seqlens_q[: size + 1] * num_tokens,
             seqused_k=torch.where(contexts > 0, before + num_tokens, 0).int(),
         )
-        input_ids = batch.token_ids[slots.unsqueeze(1), positions.clamp(max=self.longest - 1)]
+        input_ids = batch.token_ids[slots.unsqueeze(1), positions]
         step = self._backend.begin_step(attention)
         hidden: Tensor = self._model(input_ids.flatten(), positions.flatten(), self._kv_cache.layers, step)
         return hidden
