@@ -4,7 +4,7 @@ With acceptance rates a_1, a_2, … by place (a_i: the i-th draft is accepted, g
 drafts brings 1 + a_1 + a_1·a_2 + … tokens, and costs as much as K·c + v(K + 1) steps without drafts
 (:mod:`refimpl.speculative.law`). Both costs are measured on the machine (:mod:`refimpl.speculative.costs`): at batch 1 the
 check of 6 tokens reads the weights once, as a step of one does; at batch 64 it computes as much as it reads, and a K that
-paid there pays nothing.
+paid at batch 1 pays nothing.
 """
 
 from __future__ import annotations
