@@ -515,7 +515,7 @@ def test_what_blocks_hold_can_be_read_and_is_a_copy():
             engine.read_blocks(layer, block_ids)
     drain(engine)
     engine.close()
-    assert read.v.abs().sum() > 0
+    assert read.v[:2].abs().sum() > 0
     with pytest.raises(RefimplError, match="closed"):
         engine.read_blocks(0, [1])
 
