@@ -12,8 +12,8 @@ AWQ's "GEMM" layout packs eight outputs of one input into an int32. They do not 
                            └─────┴─────┴─────┴─────┴─────┴─────┴─────┴─────┘
     nibble                    7     6     5     4     3     2     1     0
 
-so that the mask ``0x000F000F``, after a shift by 4 bits for each further pair, leaves outputs (0, 1), (2, 3), (4, 5), (6, 7) in
-the two halves of a register, where 16-bit floats of a pair belong. Zero points are packed along the outputs by the same
+so that the mask ``0x000F000F``, after a shift by 4 bits for each further pair, leaves outputs (0, 1), (2, 3), (4, 5), (6, 7)
+in the two halves of a register, where 16-bit floats of a pair belong. Zero points are packed along the outputs by the same
 interleave; who forgets that reads symmetric checkpoints right, whose zero points are all 8, and no others.
 
 GPTQ's layout packs eight *inputs* of one output into an int32, in order; its zero points are packed along the outputs, in
@@ -110,17 +110,17 @@ def quantise_groups(
     if not bool((least.isfinite() & most.isfinite()).all()):
         raise CheckpointError("a weight is infinite or NaN, which 4 bits cannot hold; mend the checkpoint")
     if zero_point:
-        scales = float16_above_0((most - least) / LARGEST)
+        scales = _float16_above_0((most - least) / LARGEST)
         zeros = (-least / scales.to(wide.dtype)).round().clamp(0, LARGEST)
     else:
-        scales = float16_above_0(torch.maximum(most / (LARGEST - SYMMETRIC_ZERO), -least / SYMMETRIC_ZERO))
+        scales = _float16_above_0(torch.maximum(most / (LARGEST - SYMMETRIC_ZERO), -least / SYMMETRIC_ZERO))
         zeros = torch.full_like(least, SYMMETRIC_ZERO)
     rounded = (grouped / scales.to(wide.dtype).unsqueeze(1)).round() + zeros.unsqueeze(1)
     values = rounded.clamp(0, LARGEST).to(torch.uint8).reshape(in_features, out_features)
     return values, zeros.to(torch.uint8), scales
 
 
-def float16_above_0(scales: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def _float16_above_0(scales: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Scales in float16, the least and the largest of its numbers for what lies outside them: none is 0 or infinite."""
     return scales.clamp(2.0**-24, torch.finfo(torch.float16).max).to(torch.float16)
 
@@ -138,17 +138,23 @@ def check_groups(layer: str, in_features: int, group_size: int, ranks: int = 1) 
         CheckpointError: they do not; the message has the layer, the legal group sizes and the legal numbers of ranks.
 
     """
-    size = in_features if group_size == -1 else group_size
-    if size > 0 and in_features % (size * ranks) == 0:
+    if _divides(in_features, group_size, ranks):
         return
     said = f"{layer} has {in_features} inputs"
     if ranks > 1:
         said += f", {in_features / ranks:g} on each of {ranks} ranks"
-    share = in_features // ranks if in_features % ranks == 0 else 0
-    sizes = [str(one) for one in GROUP_SIZES if share and share % one == 0]
+    told = "one group of all" if group_size == -1 else f"groups of {group_size}"
+    sizes = [str(size) for size in GROUP_SIZES if _divides(in_features, size, ranks)]
     legal = f"group sizes that would do: {', '.join(sizes)}" if sizes else "no group size would do"
     if ranks > 1:
-        numbers = [str(n) for n in range(1, ranks) if size > 0 and in_features % (size * n) == 0]
+        numbers = [str(number) for number in range(1, ranks) if _divides(in_features, group_size, number)]
         legal += f"; tensor_parallel_size with this one: {', '.join(numbers) or 'none'}"
-    told = "one group of all" if group_size == -1 else f"groups of {group_size}"
     raise CheckpointError(f"{said}, and its weights come in {told}, which do not lie in them whole; {legal}")
+
+
+def _divides(in_features: int, group_size: int, ranks: int) -> bool:
+    """One group of all can be cut anywhere; what is cut is held in groups of 32 at least."""
+    if ranks > 1 and group_size == -1:
+        group_size = GROUP_SIZES[-1]
+    size = in_features if group_size == -1 else group_size
+    return size > 0 and in_features % (size * ranks) == 0
