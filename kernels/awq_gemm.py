@@ -41,6 +41,17 @@ NUM_WARPS = 8
 MOST_IN_A_TILE = 64
 """Tokens."""
 GROUP_SIZES = (32, 64, 128)
+IN_BFLOAT16 = tl.constexpr("""{
+.reg .b32 pair, less;
+mov.b32 less, 0xBF80BF80;
+lop3.b32 pair, $1, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, $2, less, pair;
+}""")
+IN_FLOAT16 = tl.constexpr("""{
+.reg .b32 pair;
+lop3.b32 pair, $1, 0x000F000F, 0x64006400, 0xEA;
+sub.rn.f16x2 $0, pair, $2;
+}""")
 
 
 def serves(num_tokens: int, device: torch.device) -> bool:
@@ -87,28 +98,26 @@ def load_chunk(rows: tl.tensor, chunk: tl.tensor, WORDS: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def load_zero(zeros: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """A group's zero points of some rows, of which two share a byte. ``[ROWS]``, from 0 to 15."""
-    return (tl.load(zeros + row // 2).to(tl.int32) >> (row % 2 * 4)) & 15
-
-
-@triton.jit
-def whole_numbers(words: tl.tensor, zero: tl.tensor, GROUP: tl.constexpr, OPERAND: tl.constexpr) -> tl.tensor:
+def whole_numbers(words: tl.tensor, zeros: tl.tensor, GROUP: tl.constexpr, OPERAND: tl.constexpr) -> tl.tensor:
     """``value − zero`` of the weights of group GROUP (0 to 3) of a chunk: ``[ROWS, WORDS]`` to ``[ROWS, 2 · WORDS]``.
 
-    ``zero [ROWS]`` is that group's.
+    ``zeros [ROWS]`` are the chunk's. Words and zeros come straight from loads, and nothing that hangs on a row's or a column's
+    number takes part: so the compiler can have the words lie among the threads from the start as tensor cores want them.
     """
-    pair = (words >> (4 * GROUP)) & 0x000F000F
-    if tl.float32 == OPERAND:
-        first, second, zero = (pair & 0xFFFF).to(OPERAND), (pair >> 16).to(OPERAND), zero.to(OPERAND)
+    pairs, zero = words >> (4 * GROUP), (zeros >> (4 * GROUP)) & 15
+    if OPERAND == tl.float32:
+        first, second = (pairs & 15).to(OPERAND), ((pairs >> 16) & 15).to(OPERAND)
+        less = zero.to(OPERAND)[:, None]
+        first, second = first - less, second - less
     else:
-        BITS: tl.constexpr = 0x4300 if tl.bfloat16 == OPERAND else 0x6400  # of 128, and of 1,024
-        pair = pair | (BITS * 0x00010001)
-        first = (pair & 0xFFFF).to(tl.int16).to(OPERAND, bitcast=True)
-        second = (pair >> 16).to(tl.int16).to(OPERAND, bitcast=True)
-        zero = (zero.to(tl.int16) | BITS).to(OPERAND, bitcast=True)
-    pairs = tl.join(first, second)  # [ROWS, WORDS, 2]
-    return tl.reshape(pairs, (words.shape[0], 2 * words.shape[1])) - zero[:, None]
+        both = zero.to(tl.int32) * 0x00010001
+        if OPERAND == tl.bfloat16:
+            pairs = tl.inline_asm_elementwise(IN_BFLOAT16, "=r,r,r", [pairs, (both | 0x43004300)[:, None]], tl.int32, True, 1)
+        else:
+            pairs = tl.inline_asm_elementwise(IN_FLOAT16, "=r,r,r", [pairs, (both | 0x64006400)[:, None]], tl.int32, True, 1)
+        first = (pairs & 0xFFFF).to(tl.int16).to(OPERAND, bitcast=True)
+        second = (pairs >> 16).to(tl.int16).to(OPERAND, bitcast=True)
+    return tl.reshape(tl.join(first, second), (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # one compilation for any number that a tile has room for
@@ -149,10 +158,10 @@ def awq_linear_kernel(
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
     for chunk in range(first, tl.minimum(first + each, chunks)):
         tile = load_chunk(rows, chunk, GROUP // 2)
+        zero = tl.load(zeros + chunk * zeros_stride + row)
         for group in tl.static_range(4):
             number_of_group = 4 * chunk + group
             scale = tl.load(scales + number_of_group * scales_stride + row).to(tl.float32)
-            zero = load_zero(zeros + number_of_group * zeros_stride, row)
             column = number_of_group * GROUP + tl.arange(0, GROUP)
             mask = there[None, :] & (column < in_features)[:, None]
             number = tl.load(numbers[None, :] + column[:, None], mask=mask, other=0.0).to(OPERAND)  # [GROUP, TOKENS]
@@ -233,7 +242,7 @@ def check_weights(words: Tensor, scales: Tensor, zeros: Tensor, group_size: int,
     check_last_axis(words=words, scales=scales, zeros=zeros)
     check_same("sizes", words=tuple(words.shape), rows=(len(words), groups * group_size // 8))
     check_same("sizes", scales=tuple(scales.shape), groups=(groups, len(words)))
-    check_same("sizes", zeros=tuple(zeros.shape), halves=(groups, -(-len(words) // 2)))
+    check_same("sizes", zeros=tuple(zeros.shape), chunks=(groups // GROUPS_IN_A_CHUNK, len(words)))
 
 
 def _launch(

@@ -51,7 +51,7 @@ def _make_dequantised(shape: Shape, dtype: torch.dtype, device: torch.device, se
 
 
 def _signature(capability: int) -> dict[str, str]:
-    tensors = {"words": torch.int32, "scales": torch.float16, "zeros": torch.uint8}
+    tensors = {"words": torch.int32, "scales": torch.float16, "zeros": torch.int16}
     signature = {name: pointer(dtype) for name, dtype in tensors.items()} | {"result": pointer(dtypes_for(capability)[0])}
     strides = ("words_stride", "scales_stride", "zeros_stride", "result_stride")
     return signature | dict.fromkeys((*strides, "out_features", "in_features"), "i32")
