@@ -15,8 +15,8 @@ tensor cores want 16-bit operands (AWQ's own interleave, along the inputs instea
 words t, t + 4, t + 8 and t + 12 of 16: here these are neighbours, and one load of 16 bytes. A row whose groups are no
 multiple of 4 is filled up with groups whose scales are 0.
 
-Scales lie by groups, those of all outputs side by side. The zero points of an output's chunk share an int16, the first group's
-in its lowest bits. All in all a weight of a group of 128 takes 4 + (16 + 4) / 128 bits.
+Scales lie by groups, those of all outputs side by side. The zero points of an output's chunk share an int16, the first
+group's in its lowest bits. All in all a weight of a group of 128 takes 4 + (16 + 4) / 128 bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def most_tokens(capability: int) -> int:
     both are even where 4 / 4.3e12 = (1/r - 1) · 2 T / 660e12: at 300 tokens if r is a half, at 150 if it is a third. The
     power of two below is taken. Without tensor cores the library's are worth the bytes sooner.
     """
-    return 128 if capability >= TENSOR_CORES_FROM else 16
+    return 128 if capability >= TENSOR_CORES_FROM else 8
 
 
 def padded_groups(in_features: int, group_size: int) -> int:
