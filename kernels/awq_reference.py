@@ -85,13 +85,13 @@ def pack_zeros(zeros: UInt8[Tensor, "groups out"]) -> Int16[Tensor, "chunks out"
 
 def unpack_zeros(packed: Int16[Tensor, "chunks out"]) -> UInt8[Tensor, "groups out"]:
     """The numbers that :func:`pack_zeros` packed."""
-    return (
-        torch.stack([packed >> (4 * group) & 15 for group in range(GROUPS_IN_A_CHUNK)], dim=1).flatten(0, 1).to(torch.uint8)
-    )
+    numbers = torch.stack([packed >> (4 * group) & 15 for group in range(GROUPS_IN_A_CHUNK)], dim=1)
+    return numbers.flatten(0, 1).to(torch.uint8)
 
 
 def _squares_transposed(words: Tensor) -> Tensor:
-    return words.unflatten(-1, (-1, SQUARE, SQUARE)).transpose(-1, -2).flatten(-3)
+    squares: Tensor = words.unflatten(-1, (-1, SQUARE, SQUARE))
+    return squares.transpose(-1, -2).flatten(-3)
 
 
 def dequantise(
@@ -105,7 +105,7 @@ def dequantise(
     wide = scales.to(torch.promote_types(scales.dtype, torch.float32))
     values = unpack_words(words, group_size, in_features).unflatten(1, (-1, group_size))  # [out, groups, group_size]
     groups = values.shape[1]
-    whole = values.to(wide.dtype) - unpack_zeros(zeros)[:groups].T.to(wide.dtype).unsqueeze(-1)
+    whole: Tensor = values.to(wide.dtype) - unpack_zeros(zeros)[:groups].T.to(wide.dtype).unsqueeze(-1)
     return (whole * wide[:groups].T.unsqueeze(-1)).flatten(1)
 
 

@@ -87,7 +87,8 @@ class AwqLinear(nn.Module):
         """``x Wᵀ``."""
         assert isinstance(x, Tensor)
         if self.wide is not None:
-            return self.wide(x)
+            product: Tensor = self.wide(x)
+            return product
         if by_triton(x):
             return self._by_kernels(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
