@@ -17,7 +17,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from refimpl.errors import CheckpointError, ModelError, ModelNotFoundError
@@ -82,9 +82,10 @@ def _converted(folder: Path) -> bool:
 
 
 def _move_into_place(made: Path, folder: Path) -> None:
-    """One rename, so that the folder is whole or not there. Another process may have been quicker: then its copy stays."""
-    if folder.exists() and not _converted(folder):
-        shutil.rmtree(folder)
+    """By renames alone, so that the folder is whole or not there. Another process may have been quicker: its copy stays."""
+    if not _converted(folder):
+        with suppress(FileNotFoundError):
+            folder.rename(made.with_name("lacks a file"))
     try:
         made.rename(folder)
     except OSError:

