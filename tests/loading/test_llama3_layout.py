@@ -14,7 +14,7 @@ from refimpl import LLM, SamplingParams
 from refimpl.errors import CheckpointError
 from refimpl.loading.checkpoint import load_model
 from refimpl.loading.folder import FolderCheckpoint
-from refimpl.loading.pull import WANTED_FROM_HUB
+from refimpl.loading.hub import UNWANTED_FROM_HUB, WANTED_FROM_HUB
 
 PROMPT = "The capital of France is unmergeable, and 128000 tokens are 'd."
 CHATS = [
