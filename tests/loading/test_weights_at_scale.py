@@ -1,6 +1,7 @@
 """How weights are read: from mapped files, only what is wanted, by several threads, with little memory, after a look at the
 headers; and what is told when something does not fit."""
 
+import dataclasses
 import json
 import logging
 import re
@@ -15,8 +16,12 @@ from checkpoint_files import edit_json, random_llama, save_folder, write_gguf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from refimpl import LLM, EngineArgs
 from refimpl.bench.app import bench
-from refimpl.errors import CheckpointError, ConfigError
+from refimpl.config import GIB
+from refimpl.errors import CheckpointError, ConfigError, OutOfMemoryError
+from refimpl.executor import device as devices
+from refimpl.executor import gpu_memory
 from refimpl.kernels import transfer
 from refimpl.loading import checkpoint as loading
 from refimpl.loading import folder as folders
@@ -27,7 +32,9 @@ from refimpl.loading.hf_config import read_config, write_config
 from refimpl.loading.in_memory import TransformersCheckpoint
 from refimpl.models.registry import build_model
 from refimpl.models.tiny import tiny
-from refimpl.quantization.method import fill
+from refimpl.quantization.fp8 import Fp8
+from refimpl.quantization.method import fill, weight_bytes
+from refimpl.quantization.plain import PLAIN
 
 CPU = torch.device("cpu")
 
@@ -139,7 +146,9 @@ RESIDENT = """
 import sys, torch
 from pathlib import Path
 from refimpl.loading.folder import FolderCheckpoint
-from refimpl.quantization.method import fill
+from refimpl.quantization.fp8 import Fp8
+from refimpl.quantization.method import fill, weight_bytes
+from refimpl.quantization.plain import PLAIN
 
 def mapped_bytes(path):
     '''Bytes of the file's pages that this process has touched.'''
@@ -432,3 +441,60 @@ def test_bench_load_refuses_what_cannot_be(tmp_path, more, said):
     assert isinstance(found.exception, ConfigError)
     assert re.search(said, str(found.exception))
     assert (tmp_path / "mine").read_text() == "do not touch"
+
+
+# ---------------------------------------------------------------------- room for what is to come
+
+
+def test_a_draft_model_is_counted_before_anything_is_loaded(monkeypatch, unread):
+    """On a CPU by its weights; the message has both sums."""
+    target, draft = tiny(), tiny(seed=1)
+    drafts = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
+    size = 8 * target.config.num_parameters
+    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 2 * size - 1)
+    with pytest.raises(OutOfMemoryError, match=r"and tiny, its draft model, 0\.00 .*dtype=bfloat16 takes") as caught:
+        LLM(target, dtype="float64", speculative_config=drafts)
+    assert caught.value.numbers["needed"] == 2 * size
+    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 1000)
+    with pytest.raises(OutOfMemoryError, match="Use a smaller model, or none that drafts, or use another device"):
+        LLM(target, dtype="float64", speculative_config=drafts)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_is_loaded(unread):
+    other = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, vocab_size=321))
+    with pytest.raises(ConfigError, match="has 321 tokens, tiny has 320"):
+        LLM("tiny", speculative_config={"method": "draft_model", "model": other})
+
+
+def test_on_a_gpu_a_draft_model_is_counted_with_weights_and_cache(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    args = EngineArgs(model="tiny", dtype="bfloat16", max_model_len=64)
+    config = tiny().config
+    alone, both = (gpu_memory.before_loading(args, config, torch.bfloat16, CPU, draft) for draft in (None, config))
+    assert both.weights == 2 * alone.weights == 4 * config.num_parameters
+    assert both.block_bytes == 2 * alone.block_bytes
+    assert both.in_fp8().weights == alone.in_fp8().weights + alone.weights, "a draft model is not quantised"
+
+
+def test_shards_are_counted_as_what_they_hold(sharded):
+    checkpoint = FolderCheckpoint(sharded)
+    held = sum(tensor.nbytes for _, tensor in checkpoint.outlines())
+    assert weight_bytes(checkpoint.config, PLAIN, 4) == held
+    model = load_model(checkpoint, "auto", torch.bfloat16, CPU, 0, method=Fp8())
+    layers = sum(weight.nbytes for layer in model.layers for name, weight in layer.named_parameters() if "norm" not in name)
+    assert weight_bytes(checkpoint.config, Fp8(), 2) == layers + 2 * checkpoint.config.num_outside_matrices
+
+
+def test_files_that_a_control_group_read_are_memory_that_it_may_still_take(tmp_path):
+    """After 60 GiB of shards were read, a container of 64 is not full."""
+    for name, text in {
+        "memory.max": f"{64 * GIB}\n",
+        "memory.current": f"{63 * GIB}\n",
+        "memory.stat": f"anon {3 * GIB}\nfile {60 * GIB}\ninactive_file {50 * GIB}\nactive_file {9 * GIB}\nshmem {GIB}\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert devices._left_by_control_group(tmp_path) == 60 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert devices._left_by_control_group(tmp_path) > 2**60
+    assert devices._left_by_control_group(tmp_path / "none") > 2**60
