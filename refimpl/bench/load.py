@@ -22,7 +22,7 @@ from torch import Tensor
 from refimpl.bench.result import Check, Result, check, setting, workload_hash
 from refimpl.bench.rows import Figures, Rows
 from refimpl.bench.shards import cut_to, written_shards
-from refimpl.config import GIB
+from refimpl.config import GIB, EngineArgs
 from refimpl.errors import ConfigError
 from refimpl.executor.device import resolve_device, resolve_dtype
 from refimpl.loading.checkpoint import copy_weights, load_model
@@ -64,9 +64,10 @@ def run(
     """
     if repeats < 1 or stored not in STORED:
         raise ConfigError(f"repeats is {repeats}, stored {stored!r}; they must be 1 or more, and one of {', '.join(STORED)}")
-    device = resolve_device(engine_options["device"])
-    dtype = resolve_dtype(engine_options["dtype"], device)
-    method = choose_method(engine_options["quantization"], device)
+    args = EngineArgs.from_options(engine_options)
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    method = choose_method(args.quantization, device)
     config = cut_to(find_model(model_config), int(gib * GIB), getattr(torch, stored))
     checkpoint = written_shards(folder, config, getattr(torch, stored))
     sizes = [path.stat().st_size for path in checkpoint.files()]
@@ -164,7 +165,9 @@ def _measure(
 
 def _tell(figures: Figures) -> str:
     beside, shard = figures["peak_beside"] / 1e9, figures["largest_shard"] / 1e9
-    return f"{figures['gb_per_second']:.2f} GB/s, {beside:.2f} GB of the host's memory beside (the largest shard: {shard:.2f})"
+    return (
+        f"{figures['gb_per_second']:.2f} GB/s, {beside:.2f} GB of the host's memory beside (the largest shard: {shard:.2f})"
+    )
 
 
 def _forget(files: Iterable[Path]) -> None:

@@ -64,7 +64,7 @@ def written_shards(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Fol
 
 def _division(config: ModelConfig, dtype: torch.dtype) -> list[Outlines]:
     """Which tensors go into which file, in their order."""
-    views = build_model(config, dtype, torch.device("meta")).checkpoint_views()
+    views = build_model(config, torch.float32, torch.device("meta")).checkpoint_views()
     most = min(SHARD_BYTES, config.num_parameters * dtype.itemsize // 4)
     shards: list[Outlines] = []
     filled = most

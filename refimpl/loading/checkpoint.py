@@ -56,11 +56,11 @@ class Checkpoint(Protocol):
 
 
 @runtime_checkable
-class OutlinedCheckpoint(Checkpoint, Protocol):
-    """A checkpoint that knows its tensors before it reads them."""
+class Outlined(Protocol):
+    """What a :class:`Checkpoint` may answer besides, if it knows its tensors before it reads them."""
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
-        """What :meth:`weights` will give, by name, shape and dtype: tensors that may be without numbers ("meta")."""
+        """What its ``weights`` will give, by name, shape and dtype: tensors that may be without numbers ("meta")."""
 
 
 def open_checkpoint(model: Any) -> Checkpoint:
@@ -164,7 +164,7 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], views: Mapping[str, Dest
 
     """
     total = 0
-    if isinstance(checkpoint, OutlinedCheckpoint):
+    if isinstance(checkpoint, Outlined):
         fit = Fit(checkpoint, views)
         total = sum(tensor.nbytes for name, tensor in checkpoint.outlines() if fit.place(name, tensor) is not None)
         fit.check()

@@ -33,9 +33,7 @@ def hub_checkpoint_folder(name: str) -> Path:
         return cached
     say(f"downloading {name} from the Hub …")
     try:
-        listed = snapshot_download(
-            name, allow_patterns=WANTED_FROM_HUB, ignore_patterns=UNWANTED_FROM_HUB, dry_run=True
-        )
+        listed = snapshot_download(name, allow_patterns=WANTED_FROM_HUB, ignore_patterns=UNWANTED_FROM_HUB, dry_run=True)
         _check_room(name, sum(file.file_size or 0 for file in listed if file.will_download))
         return Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB, ignore_patterns=UNWANTED_FROM_HUB))
     except ModelError:

@@ -120,7 +120,10 @@ FAILURES = {
         http(errors.RepositoryNotFoundError, 404),
         ["There is no such model, or it is private: check the name", "`hf auth login`", "HF_TOKEN"],
     ),
-    "a token that is wrong": (http(errors.HfHubHTTPError, 401), ["The Hub refuses your token", "`hf auth login`", "HF_TOKEN"]),
+    "a token that is wrong": (
+        http(errors.HfHubHTTPError, 401),
+        ["The Hub refuses your token", "`hf auth login`", "HF_TOKEN"],
+    ),
     "no branch": (http(errors.RevisionNotFoundError, 404), ["It has no branch main", f"https://huggingface.co/{NAME}/tree"]),
     "switched off": (http(errors.DisabledRepoError, 403), ["The Hub has switched it off"]),
     "asked too often": (http(errors.HfHubHTTPError, 429), ["asked too often from here: wait a while"]),
@@ -133,7 +136,10 @@ FAILURES = {
         caused(errors.DryRunError("cannot"), caused(ConnectionError("all attempts failed"), OSError("no route to host"))),
         ["(OSError: no route to host)", "Check the name and the network"],
     ),
-    "a name that cannot be": (errors.HFValidationError("Repo id must"), ["Check the name,", "HFValidationError: Repo id must"]),
+    "a name that cannot be": (
+        errors.HFValidationError("Repo id must"),
+        ["Check the name,", "HFValidationError: Repo id must"],
+    ),
     "nothing known": (None, ["Check the name and the network", "`hf auth login` if it is gated"]),
     "anything": (RuntimeError("client closed"), ["(RuntimeError: client closed)"]),
     "without a word": (ConnectionError(), ["(ConnectionError)"]),
@@ -167,7 +173,9 @@ def test_a_download_that_the_disk_cannot_hold_is_refused_with_the_sum(hub, tmp_p
         hub_module.shutil, "disk_usage", lambda folder: asked.append(folder) or SimpleNamespace(free=49 * 10**9)
     )
     fake = hub(remote=tmp_path, size=141 * 10**9)
-    with pytest.raises(ModelError, match=r"takes 141\.0 GB more on the disk, and .*yet has 49\.0 GB free.*set HF_HOME") as caught:
+    with pytest.raises(
+        ModelError, match=r"takes 141\.0 GB more on the disk, and .*yet has 49\.0 GB free.*set HF_HOME"
+    ) as caught:
         hub_checkpoint_folder(NAME)
     assert (caught.value.numbers["needed"], caught.value.numbers["free"]) == (141 * 10**9, 49 * 10**9)
     assert fake.calls == ["local", "dry"], "nothing is downloaded"
