@@ -88,7 +88,7 @@ def run(
             model_hash=checkpoint.fingerprint(),
             dtype=f"{named} with {method.name} weights" if method.name else named,
             device=str(device),
-            workload=f"{sum(sizes) / 1e9:.2f} GB of {stored} in {len(sizes)} files, {'cold' if cold else 'in the page cache'}",
+            workload=f"{sum(sizes) / 1e9:.2f} GB of {stored} in {len(sizes)} files, {'cold' if cold else 'just read'}",
             workload_hash=workload_hash(sizes),
             tokens_produced=0,
             repeats=repeats,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_files import our_logits, random_llama, save_folder, their_logits, write_gguf
+from checkpoint_files import our_logits, random_llama, their_logits, write_gguf
 
 from refimpl.errors import CheckpointError, ModelError, ModelNotFoundError
 from refimpl.loading import pull
