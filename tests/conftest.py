@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never asks the Hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import counts
+import interpreter
 import pytest
 import torch
 
@@ -44,8 +45,9 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
-def pytest_collection_finish():
-    """An engine collects garbage when it closes; what the imports made need not be looked through each time."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """An engine collects garbage when it closes; what the imports made by now need not be looked through each time."""
     gc.collect()
     gc.freeze()
 
@@ -56,6 +58,7 @@ def pytest_runtest_setup(item):
 
     The tiny model's products are too small to share between threads; the embedded model's are not.
     """
+    interpreter.quicken()  # if Triton has been imported by now
     torch.manual_seed(0)
     torch.set_num_threads(2 if "smollm2" in item.fixturenames and not SHARES_THE_MACHINE else 1)
 
