@@ -23,8 +23,19 @@ if SHARES_THE_MACHINE:
 FILES_A_WORKER = 9
 """So many files are worth a process more, which imports torch and collects all tests again."""
 
-LONGEST = ["test_notebooks", "test_bench", "test_aot", "test_notebooks_in_browser", "test_browser", "test_parity"]
-"""Files that take a minute and more. They begin: at the end one worker would be at them, and the others idle."""
+LONGEST = [
+    "test_notebooks",
+    "test_notebooks_in_browser",
+    "test_aot",
+    "test_browser",
+    "test_parity",
+    "test_cuda_graphs",
+    "test_bench",
+    "test_specs",
+    "test_drafts_in_engine",
+    "test_sampling_in_engine",
+]
+"""Files that take half a minute and more. They begin: at the end one worker would be at them, and the others idle."""
 
 
 def pytest_xdist_auto_num_workers(config):
