@@ -119,8 +119,8 @@ def take_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Keys ``first_key …`` into the state (``attended [M, D]``, ``row_max [M]``, ``row_sum [M]``) of ``query [M, D]``.
 
-    Row m sees the keys up to ``last_key[m]``, the last ``WINDOW`` of them. Without ``MASKED`` the caller knows that every row
-    sees the whole tile.
+    Row m sees the keys up to ``last_key[m]``, or the last ``WINDOW`` of them. Without ``MASKED`` the caller knows that every
+    row sees the whole tile.
     """
     positions = first_key + tl.arange(0, TILE_N)  # [N]
     exists = positions < context

@@ -1,9 +1,9 @@
 """GGUF, llama.cpp's format: one file with metadata, tokenizer and (usually quantised) tensors.
 
 Weights are dequantised to float32 as they are read. Two things differ from Hugging Face's layout: names, and, in files of
-the architecture ``llama``, the order of the rows of Q and K. There llama.cpp turns neighbouring pairs ``(x[2i], x[2i + 1])``,
-Hugging Face (and refimpl) the halves ``(x[i], x[i + D/2])``, so the rows of each head are put back in order. Of other
-architectures llama.cpp turns the halves too.
+the architecture ``llama``, the order of the rows of Q and K. There llama.cpp turns neighbouring pairs
+``(x[2i], x[2i + 1])``, Hugging Face (and refimpl) the halves ``(x[i], x[i + D/2])``, so the rows of each head are put back
+in order. Of other architectures llama.cpp turns the halves too.
 
 Mistral has no architecture of its own: its files say ``llama``. Those that also name a window are run with it; most, and
 llama.cpp itself, leave it out, as the later versions of the model do.

@@ -63,15 +63,14 @@ def test_torch_reads_no_more_blocks_than_a_window_and_its_tile_lie_in():
 # ---------------------------------------------------------------------- by kernels
 
 
-@pytest.mark.parametrize("capability", [75, 80])
-@pytest.mark.parametrize("window", [1, 7, 21, 64])
+@pytest.mark.parametrize(("capability", "window"), [(75, 13), (80, 1), (80, 13)])
 def test_triton_serves_decodes_and_prompts_within_a_window(capability, window):
     pytest.importorskip("triton")
     from refimpl.attention.triton_paged import TritonPagedAttention
     from refimpl.kernels.attention_tiles import Target
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = Case([(1, 70), (18, 60), (2, 9)], 2, 1, 16, 8, torch.float32, device=device)
+    case = Case([(1, 40), (17, 33), (2, 9)], 1, 1, 16, 8, torch.float32, device=device)
     backend = TritonPagedAttention(16**-0.5, device, Target(capability, num_sms=8))
     step = backend.begin_step(case.metadata)
     step.write(case.cache, case.key, case.value)

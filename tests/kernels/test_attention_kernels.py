@@ -182,16 +182,16 @@ def test_chunks_at_the_end_of_a_context(dtype):
 # ---------------------------------------------------------------------- windows
 
 
-@pytest.mark.parametrize("target", [SMALL, LARGE, T4], ids=["whole", "split", "T4"])
-@pytest.mark.parametrize("window", [1, 8, 40, 95])
+@pytest.mark.parametrize(
+    ("target", "window"), [(SMALL, 1), (SMALL, 40), (LARGE, 95), (T4, 8)], ids=["one", "whole", "split", "T4"]
+)
 def test_decodes_within_a_window(window, target):
     """Three queries at the end of contexts around the window and of 140 keys, in splits that begin where windows do."""
     inputs, expected = inputs_of(torch.float16, S=6, n=3, L=140, Hq=2, Hkv=1, ragged=1, window=window)
     close(decode(inputs, target), expected, torch.float16)
 
 
-@pytest.mark.parametrize("one_wave", [1, 5, 40])
-@pytest.mark.parametrize("window", [1, 8, 9, 100])
+@pytest.mark.parametrize(("window", "one_wave"), [(1, 5), (8, 1), (9, 40), (100, 5)])
 def test_splits_cover_what_windows_reach_over(window, one_wave):
     contexts, queries, tile = [1000, 3, 64, 0, 101], [2, 1, 1, 1, 2], 8
     starts = ints(0, *torch.tensor(queries).cumsum(0).tolist())
@@ -208,7 +208,7 @@ def test_splits_cover_what_windows_reach_over(window, one_wave):
     assert all(row == [0, 0, 0, 0] for row in rows[used:])
 
 
-@pytest.mark.parametrize("window", [1, 15, 33, 60])
+@pytest.mark.parametrize("window", [15, 33])
 def test_chunks_within_a_window_read_nothing_before_it(window):
     """70 queries, three tiles of 32, at the end of 90 keys; keys that no window reaches are NaN."""
     inputs, expected = inputs_of(S=1, n=70, L=90, Hq=1, Hkv=1, window=window)

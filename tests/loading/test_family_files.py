@@ -65,15 +65,19 @@ def test_random_weights_fill_biases_and_leave_norms_at_one(model):
             assert 0.5 * STANDARD_DEVIATION < view.std() < 2 * STANDARD_DEVIATION, name
 
 
-def test_fp8_weights_go_with_biases_and_norms():
-    """Products of FP8 weights are right to some hundredths; without the biases logits are far from it."""
-    for name in ("llama-biases", "qwen2", "qwen3-biases-window"):
-        model = variant(name)
-        checkpoint = TransformersCheckpoint(model)
-        ours = load_model(checkpoint, "auto", torch.float32, CPU, 0, method=choose_method("fp8", CPU))
-        with torch.inference_mode():
-            got, expected = full_logits(ours, PROMPT), their_logits(model)
-        assert (got - expected).square().mean().sqrt() < 0.15 * expected.std(), name
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2", "qwen3-biases-window"])
+def test_fp8_weights_go_with_biases_and_norms(name):
+    """What FP8 rounds moves logits by a tenth or two of their spread; without biases they are much further off."""
+    model = variant(name)
+    ours = load_model(TransformersCheckpoint(model), "auto", torch.float32, CPU, 0, method=choose_method("fp8", CPU))
+    with torch.inference_mode():
+        got, right = full_logits(ours, PROMPT), their_logits(model)
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(".bias"):
+                parameter.zero_()
+        errors = [(got - theirs).square().mean().sqrt() for theirs in (right, their_logits(model))]
+    assert errors[0] < 0.2 * right.std()
+    assert errors[1] > 1.5 * errors[0]
 
 
 # ---------------------------------------------------------------------- config.json
@@ -211,9 +215,9 @@ def test_a_gguf_file_that_lacks_what_its_family_has_is_refused(tmp_path, name, m
 
 def test_a_chat_template_in_the_folder_is_used(tmp_path):
     save_folder(variant("qwen3"), tmp_path)
-    template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
     content = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     tokenizer = FolderCheckpoint(tmp_path).tokenizer()
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
-    assert tokenizer.decode(rendered) == "<|user|>Hi\n<|assistant|>"
+    assert tokenizer.decode(rendered) == "[user] Hi\n[assistant]"
