@@ -181,22 +181,15 @@ def attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The state of ``query [M, D]`` after keys ``first … end``; all rows see the tiles before ``unmasked_end`` whole.
 
-    With a window the keys ``left_behind … first`` come before them, which some rows' windows have left behind, and
+    With a window there are the keys ``left_behind … first`` too, which some rows' windows have left behind, and
     ``unmasked_end`` is no less than ``first``. Without one ``left_behind`` is not looked at.
-    What is masked has loops of its own, so that the long one has no comparisons. A tile's block ids are loaded one tile
+    What is masked has a loop of its own, so that the long one has no comparisons. A tile's block ids are loaded one tile
     ahead: a load whose address is itself being loaded could not be under way as early as the pipeline of ``num_stages``
     tiles wants it.
     """
     attended = tl.zeros((TILE_M, TILE_D), tl.float32)
     row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((TILE_M,), tl.float32)
-    if WINDOW:
-        for key in tl.range(left_behind, tl.minimum(first, end), TILE_N, num_stages=1):
-            block_ids = load_block_ids(table, key, end, BLOCK_SIZE, TILE_N)
-            attended, row_max, row_sum = take_tile(
-                attended, row_max, row_sum, query, last_key, key, end, block_ids, k_head, v_head, scale_log2, block_stride,
-                slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=True, WINDOW=WINDOW,
-            )  # fmt: skip
     block_ids = load_block_ids(table, first, end, BLOCK_SIZE, TILE_N)
     for key in range(first, unmasked_end, TILE_N):
         next_ids = load_block_ids(table, key + TILE_N, end, BLOCK_SIZE, TILE_N)
@@ -205,8 +198,15 @@ def attend(
             slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=False,
         )  # fmt: skip
         block_ids = next_ids
-    for key in tl.range(unmasked_end, end, TILE_N, num_stages=1):
-        next_ids = load_block_ids(table, key + TILE_N, end, BLOCK_SIZE, TILE_N)
+    masked_start = unmasked_end
+    if WINDOW:  # the masked tiles of both sides in one loop: which ones come first is all the same to a running softmax
+        masked_start = unmasked_end - (first - left_behind)
+    for place in tl.range(masked_start, end, TILE_N, num_stages=1):
+        next_ids = load_block_ids(table, place + TILE_N, end, BLOCK_SIZE, TILE_N)
+        key = place
+        if WINDOW:
+            key = tl.where(place < unmasked_end, place - masked_start + left_behind, place)
+            block_ids = load_block_ids(table, key, end, BLOCK_SIZE, TILE_N)
         attended, row_max, row_sum = take_tile(
             attended, row_max, row_sum, query, last_key, key, end, block_ids, k_head, v_head, scale_log2, block_stride,
             slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=True, WINDOW=WINDOW,

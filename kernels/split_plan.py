@@ -76,11 +76,10 @@ def plan_kernel(
     exists = s < num_sequences
     queries = tl.load(cu_seqlens_q + s + 1, exists, 0) - tl.load(cu_seqlens_q + s, exists, 0)
     contexts = tl.load(seqused_k + s, exists, 0)
-    tiles = tl.cdiv(contexts, TILE_N)
+    tiles = tl.where(queries <= MAX_QUERIES, tl.cdiv(contexts, TILE_N), 0)  # [SEQUENCES]
     if WINDOW:
         skipped = tl.maximum(contexts - queries - WINDOW + 1, 0) // TILE_N
-        tiles -= skipped
-    tiles = tl.where(queries <= MAX_QUERIES, tiles, 0)  # [SEQUENCES]
+        tiles = tl.maximum(tiles - skipped, 0)  # below 0 where they were none
     total = tl.sum(tiles, 0)
     least = tl.maximum(FEWEST, tl.cdiv(total, WAVES * one_wave))
     sizes = least + tl.arange(0, WEIGHED) * tl.maximum(1, tl.cdiv(2 * total, WEIGHED * one_wave))  # [WEIGHED]
