@@ -73,10 +73,11 @@ def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
 
 
 def _attention(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any) -> list[Finding]:
-    """Where the model's head size decides who computes attention: that was not known when the choices were told."""
+    """Where the model decides who computes attention: it was not known when the choices were told."""
+    windowed = config.for_context(config.context_limit(args.max_model_len)).windowed
     choices = [
-        backend_choice(args.attention_backend, Setting(head_dim, device, dtype, args.block_size))
-        for head_dim in (0, config.head_dim)
+        backend_choice(args.attention_backend, Setting(head_dim, device, dtype, args.block_size, has_windows))
+        for head_dim, has_windows in ((0, False), (config.head_dim, windowed))
     ]
     if choices[0] == choices[1]:
         return []

@@ -117,11 +117,11 @@ def _proposer(
                 f"{target.name} --out FOLDER`) and give its folder as model of speculative_config"
             )
         head = load_head(folder, runner.model, target.name, target.fingerprint())
-        return HeadProposer(head, runner.model.rotary, cache.layers, runner.backend, max_num_seqs)
+        return HeadProposer(head, runner.model, cache.layers, runner.backend, max_num_seqs)
     assert draft is not None, "loaded before the cache was sized"
     dtype = draft.embed_tokens.dtype
     kv_cache = KVCache(draft.config, cache.num_blocks, cache.block_size, dtype, batch.device)
-    setting = Setting(draft.config.head_dim, batch.device, dtype, cache.block_size)
+    setting = Setting(draft.config.head_dim, batch.device, dtype, cache.block_size, draft.config.windowed)
     backend = choose_backend(args.attention_backend, setting)
     return DraftModelProposer(draft, kv_cache, backend, max_num_seqs, budget)
 

@@ -115,7 +115,8 @@ class LocalExecutor:
         config = checkpoint.config
         self._load(args, checkpoint, max_model_len)
         speculative, draft = args.speculative_config, self._draft
-        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
+        windowed = self._model.config.windowed  # of the model as it is built, for contexts of max_model_len
+        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size, windowed)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
         served = serving.who_serves(args, setting)
