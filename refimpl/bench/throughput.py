@@ -111,9 +111,11 @@ def run(
                     if figures := rows.measure(_named(name, dtype), row):
                         checks += _checks(name, dtype, figures)
     lengths = [_scaled(length, scale) for length in (PROMPT, OUTPUT, SHORTEST, LONGEST)]
+    size = engine_options.get("tensor_parallel_size", 1)
     return Result(
-        topic="throughput",
+        topic="throughput" if size == 1 else f"throughput_tp{size}",
         setting=setting(
+            tensor_parallel_size=size,
             model=checkpoint.name,
             model_hash=checkpoint.fingerprint(),
             dtype=" and ".join(dtypes),

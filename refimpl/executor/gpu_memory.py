@@ -14,6 +14,7 @@ from refimpl.executor.cuda_graphs import DecodeGraphs
 from refimpl.executor.device_memory import DeviceMemory, Grows
 from refimpl.executor.mixed_graphs import MixedGraphs
 from refimpl.executor.trial import trial_runner, trial_step
+from refimpl.model_shares import share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.choose import choose_method, why_not_fp8
 from refimpl.quantization.method import bytes_of_any_dtype, weight_bytes
@@ -32,6 +33,7 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
     method = choose_method(args.quantization, device)
+    vocab_size, config = config.vocab_size, share_of(config, args.tensor_parallel_size)
     return DeviceMemory(
         total=total,
         taken=total - free,
@@ -40,7 +42,7 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
         weights_of_any_dtype=bytes_of_any_dtype(config, method),
         weights_in_fp8=_weights_in_fp8(args, config, dtype, device),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize),
         block_size=args.block_size,
         bytes_per_value=dtype.itemsize,

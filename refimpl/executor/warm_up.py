@@ -83,6 +83,8 @@ def _steps(most_rows: int, length: int, short_beside_few: bool) -> list[tuple[li
 def one_layer_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """The model with its first layer alone, and the same weights: all layers ask for the same kernels."""
     shallow = copy.copy(model)
-    shallow.config = dataclasses.replace(model.config, num_hidden_layers=1)
+    shallow.config, shallow.share = (
+        dataclasses.replace(config, num_hidden_layers=1) for config in (model.config, model.share)
+    )
     shallow._modules = dict(model._modules, layers=nn.ModuleList([model.layers[0]]))
     return shallow

@@ -9,15 +9,26 @@ from torch import Tensor, nn
 
 from refimpl.kernels.by_triton import by_triton
 from refimpl.quantization.method import LinearMethod, Rows
+from refimpl.ranks import ALONE, Ranks
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    """``down(silu(gate(x)) · up(x))`` (Shazeer 2020, "GLU Variants Improve Transformer").
+
+    Where several ranks hold the model, ``intermediate_size`` is this rank's part of it, and the output is summed over them.
+    """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device, method: LinearMethod
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.intermediate_size = intermediate_size
         self.method = method
         self.gate_up_proj = method.linear(hidden_size, 2 * intermediate_size, dtype, device)
@@ -25,7 +36,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Rows) -> Float[Tensor, "T H"]:
         """The feed-forward output."""
-        return self.down_proj(self.method.gated(self.gate_up_proj, x))
+        return self.ranks.all_reduce(self.down_proj(self.method.gated(self.gate_up_proj, x)))
 
 
 def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:

@@ -11,13 +11,25 @@ from refimpl.cache.kv_cache import LayerKV
 from refimpl.config import ModelConfig
 from refimpl.layers.rotary import Rotation, TableRotation, rotate
 from refimpl.quantization.method import LinearMethod, Rows
+from refimpl.ranks import ALONE, Ranks
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023) over the paged cache; Q, K and V are one fused matrix."""
+    """Grouped-query attention (Ainslie et al. 2023) over the paged cache; Q, K and V are one fused matrix.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod) -> None:
+    Where several ranks hold the model, ``config`` names this rank's heads, and what all heads add up to is summed over them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -37,7 +49,7 @@ class Attention(nn.Module):
         projected = self.qkv_proj(x)
         heads = projected.view(len(projected), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query = self._turn_and_write(heads, rotation, layer_kv, attention)
-        return self.o_proj(attention.attend(layer_kv, query).flatten(1))
+        return self.ranks.all_reduce(self.o_proj(attention.attend(layer_kv, query).flatten(1)))
 
     def _turn_and_write(
         self,

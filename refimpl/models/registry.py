@@ -9,15 +9,20 @@ from refimpl.errors import UnsupportedModelError
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.method import LinearMethod
 from refimpl.quantization.plain import PLAIN
+from refimpl.ranks import ALONE, Ranks
 
 ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
 """Hugging Face's name of an architecture, and the class that runs it."""
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod = PLAIN
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    method: LinearMethod = PLAIN,
+    ranks: Ranks = ALONE,
 ) -> LlamaForCausalLM:
-    """The empty model of a configuration, its layers' matrices held by ``method``.
+    """The empty model of a configuration, or this rank's share of it, its layers' matrices held by ``method``.
 
     Raises:
         UnsupportedModelError: no class runs that architecture.
@@ -27,4 +32,4 @@ def build_model(
         raise UnsupportedModelError(
             f"the model's architecture is {config.architecture}; refimpl runs {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[config.architecture](config, dtype, device, method)
+    return ARCHITECTURES[config.architecture](config, dtype, device, method, ranks)

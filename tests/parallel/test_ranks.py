@@ -1,0 +1,229 @@
+"""Ranks as processes: the same tokens as one process, whatever a request asks and whatever happens to it.
+
+In float64 on small random models: sums over ranks differ in the last digits alone, and the models' logits are wide.
+"""
+
+import os
+import random
+
+import pytest
+
+from refimpl import LLM, SamplingParams
+from refimpl.errors import ConfigError
+from refimpl.model_shares import all_reduce_bytes
+from refimpl.models.tiny import tiny
+
+SHRUNKEN_70B = tiny(num_attention_heads=64, num_key_value_heads=8, head_dim=4)
+LENGTHS = [1, 17, 40, 3, 40]
+PROMPTS = [[random.Random(i).randrange(256) for _ in range(length)] for i, length in enumerate(LENGTHS)]
+PROMPTS[4][:32] = PROMPTS[2][:32]
+SMALL = {"dtype": "float64", "block_size": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 40}
+SMALL |= {"max_model_len": 96}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1, seed=1, n=4, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=2, max_tokens=14, ignore_eos=True),
+    SamplingParams(
+        temperature=0, presence_penalty=1, repetition_penalty=1.3, bad_words=["a"], max_tokens=9, ignore_eos=True
+    ),
+    SamplingParams(temperature=1, seed=5, logprobs=2, max_tokens=12, ignore_eos=True),
+]
+
+
+def tokens_of(outputs):
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+def answers(llm, params=PARAMS):
+    """Token ids of all samples; the books are right after it."""
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert all(sample.finish_reason == "length" for output in outputs for sample in output.outputs), outputs
+    assert llm.engine.audit() == []
+    return outputs
+
+
+def opened(size, checkpoint=SHRUNKEN_70B, **options):
+    return LLM(checkpoint, tensor_parallel_size=size, **(SMALL | options))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with opened(1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two():
+    with opened(2) as llm:
+        yield llm
+
+
+def test_two_ranks_answer_as_one(alone, two):
+    """Greedy and sampled, four samples of a prompt, penalties; the pool is so small that sequences give way."""
+    wanted, found = answers(alone), answers(two)
+    assert tokens_of(found) == tokens_of(wanted)
+    assert sum(output.metrics.num_preemptions for output in found) > 0
+    pairs = zip(wanted[4].outputs[0].logprobs, found[4].outputs[0].logprobs, strict=True)
+    assert all(ours.keys() == theirs.keys() for ours, theirs in pairs)
+
+
+def test_a_prefix_is_found_on_every_rank(alone, two):
+    for llm in (alone, two):
+        llm.engine.reset_prefix_cache()
+    first = [llm.generate([PROMPTS[2]], PARAMS[0], use_tqdm=False)[0] for llm in (alone, two)]
+    again = [llm.generate([PROMPTS[4]], PARAMS[0], use_tqdm=False)[0] for llm in (alone, two)]
+    assert [output.num_cached_tokens for output in again] == [32, 32]
+    for pair in (first, again):
+        assert tokens_of(pair[:1]) == tokens_of(pair[1:])
+
+
+def test_hooks_prompt_logprobs_and_hidden_states_come_from_rank_0(alone, two):
+    def hook(token_ids, logits):
+        return logits.index_fill(0, logits.argmax(), -1e9)
+
+    params = SamplingParams(temperature=0, max_tokens=4, logits_hook=hook, prompt_logprobs=1, return_hidden_states=[2])
+    ours, theirs = (llm.generate([PROMPTS[1]], params, use_tqdm=False)[0] for llm in (alone, two))
+    assert tokens_of([ours]) == tokens_of([theirs])
+    assert [list(one or ()) for one in ours.prompt_logprobs] == [list(one or ()) for one in theirs.prompt_logprobs]
+    states = [output.outputs[0].hidden_states[2] for output in (ours, theirs)]
+    assert abs(states[0] - states[1]).max() < 1e-5
+
+
+def test_beams_and_forks_hold_on_two_ranks(alone, two):
+    from refimpl import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    found = [tokens_of(llm.generate([PROMPTS[1]], params, use_tqdm=False)) for llm in (alone, two)]
+    assert found[0] == found[1]
+    branches = []
+    for llm in (alone, two):
+        engine = llm.engine
+        engine.add_request("trunk", PROMPTS[3], SamplingParams(temperature=1, seed=3, max_tokens=8, ignore_eos=True))
+        for _ in range(4):
+            engine.step()
+        engine.fork("trunk", "branch")
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+        branches.append(done)
+    assert branches[0] == branches[1]
+    assert branches[0]["trunk"] != branches[0]["branch"]
+
+
+def test_a_step_sends_what_the_formula_says(two):
+    traffic = two.engine._executor.ranks.traffic
+    before = vars(traffic).copy()
+    config = SHRUNKEN_70B.config
+    two.engine.reset_prefix_cache()
+    two.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    sent = {name: count - before[name] for name, count in vars(traffic).items()}
+    steps, tokens = 5, 17 + 4
+    assert sent["all_reduces"] == steps * (2 * config.num_hidden_layers + 1)
+    assert sent["all_reduce_bytes"] == all_reduce_bytes(config, tokens, 8)
+    assert (sent["gathers"], sent["gather_bytes"]) == (steps, steps * 160 * 8)
+    assert (sent["broadcasts"], sent["broadcast_bytes"]) == (steps, steps * 8)
+
+
+def test_only_changes_go_to_the_other_ranks(two, monkeypatch):
+    sizes = []
+    send = two.engine._executor.watch.send
+    monkeypatch.setattr(two.engine._executor.watch, "send", lambda data: (sizes.append(len(data)), send(data)))
+    two.engine.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    two.generate([PROMPTS[0], PROMPTS[3]], params, use_tqdm=False)
+    decodes = sizes[2:-1]  # after the step that admits, and the one in which the batch becomes one of decodes
+    assert len(decodes) > 30
+    assert max(decodes) < 40, "the step's number, the batch's version, and at times a block"
+
+
+def test_memory_is_told_by_rank(alone, two):
+    whole, share = alone.memory_report(), two.memory_report()
+    assert "on each of 2 ranks" in share.device
+    assert share.block_bytes * 2 == whole.block_bytes
+    norms = 8 * 64 * (2 * 2 + 1)
+    assert share.weight_bytes == (whole.weight_bytes - norms) // 2 + norms
+    assert two.engine.read_blocks(0, [1]).k.shape == (1, 4, 4, 4), "rank 0's heads"
+
+
+def test_ctrl_c_is_taken_between_steps_and_the_ranks_go_on(two, monkeypatch):
+    import signal
+
+    runner, pressed = two.engine._executor.runner, []
+    launch = runner.launch
+
+    def launch_with_ctrl_c(scheduler_output):
+        pressed.append(1)
+        if len(pressed) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return launch(scheduler_output)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "launch", launch_with_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            two.generate([PROMPTS[1]], PARAMS[0], use_tqdm=False)
+    assert not two.engine.has_unfinished_requests()
+    assert tokens_of(two.generate([PROMPTS[0]], PARAMS[0], use_tqdm=False))
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_more_ranks_answer_as_one(alone, size):
+    """Eight hold one key head each."""
+    with opened(size) as llm:
+        assert tokens_of(answers(llm)) == tokens_of(answers(alone))
+
+
+def test_overlap_and_swapped_sequences_hold_on_ranks_that_share_key_heads():
+    """Two key heads for four ranks; steps are planned ahead, and who gives way goes to the host's memory and comes back."""
+    checkpoint = tiny()
+    options = {"async_scheduling": True, "swap_space": 0.001, "preemption_mode": "swap", "num_gpu_blocks_override": 30}
+    found = []
+    for size in (1, 4):
+        with opened(size, checkpoint, **options) as llm:
+            outputs = answers(llm)
+            swapped = [p for record in llm.engine.events for p in getattr(record, "swapped_out", ())]
+            assert swapped or sum(output.metrics.num_preemptions for output in outputs)
+            found.append(tokens_of(outputs))
+    assert found[0] == found[1]
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "overlap"),
+    [
+        (NGRAM, False),
+        (DRAFT | {"model": tiny(seed=1)}, True),
+        (DRAFT | {"model": tiny(num_attention_heads=3, num_key_value_heads=3)}, False),
+    ],
+    ids=["n-grams", "a draft model that is split", "a draft model that cannot be split"],
+)
+def test_drafts_are_the_same_on_every_rank(config, overlap):
+    options = {"speculative_config": config | {"sampler": "coupled"}, "async_scheduling": overlap}
+    with opened(1, tiny()) as plain, opened(2, tiny(), **options) as llm:
+        assert tokens_of(answers(llm)) == tokens_of(answers(plain))
+        split = llm.engine._executor._local._draft
+        if split is not None:
+            assert split.ranks.size == (2 if split.config.num_attention_heads == 4 else 1)
+
+
+def test_what_the_other_ranks_cannot_have_is_refused(smollm2):
+    class Mine:
+        name, config = "mine", SHRUNKEN_70B.config
+
+        def weights(self):
+            return SHRUNKEN_70B.weights()
+
+        def tokenizer(self):
+            return SHRUNKEN_70B.tokenizer()
+
+        def fingerprint(self):
+            return "mine"
+
+    with pytest.raises(ConfigError, match=r"a Mine in this process.*save it to a folder"):
+        LLM(Mine(), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="it can be 1, 3"):
+        LLM("smollm2", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 0; it must be a whole number, 1 or more"):
+        LLM("tiny", tensor_parallel_size=0)
