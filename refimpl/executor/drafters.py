@@ -44,8 +44,8 @@ def load_draft_model(
     max_model_len: int,
     ranks: Ranks = ALONE,
 ) -> LlamaForCausalLM | None:
-    """The draft model, if the options name one: split over the ranks as the target is, or where its sizes do not divide, whole
-    on each of them.
+    """The draft model, if the options name one: split over the ranks as the target is, or where its sizes do not divide,
+    whole on each of them.
 
     Raises:
         ConfigError: its vocabulary is not the target's.

@@ -52,8 +52,8 @@ WORKER = "refimpl-step"
 class LocalExecutor:
     """Loads the model, sizes the cache from the memory that is left, and runs steps.
 
-    With ``asynchronous`` steps run in one worker thread, in order; without, ``submit`` computes at once. Where ``ranks`` hold
-    the model together, this is what each of them does with its share.
+    With ``asynchronous`` steps run in one worker thread, in order; without, ``submit`` computes at once. Where ``ranks``
+    hold the model together, this is what each of them does with its share.
 
     Raises:
         OutOfMemoryError: the weights or the least cache do not fit.

@@ -3,19 +3,20 @@
 Tensors alone: nothing is pickled, and torch's default process group is not touched, so that a notebook may have its own, and
 several engines one each. A step sends::
 
-    embedding        all-reduce   [T, H]          } 2 · layers + 1 times, (2 · layers + 1) · T · H · bytes a value
+    embedding        all-reduce   [T, H]          } 2 · layers + 1 times
     layer: o_proj    all-reduce   [T, H]          }
     layer: down      all-reduce   [T, H]          }
     logits           all-gather   [R, V / size]   of the rows that draw
     tokens           broadcast    [R]             what rank 0 drew
 
-On a GPU a collective is a kernel on the current stream like any other: it can be recorded in a CUDA graph, and the host waits
-for none. All ranks must make the same calls in the same order.
+On a GPU a collective is a kernel on the current stream like any other: it can be recorded in a CUDA graph, and the host
+waits for none. All ranks must make the same calls in the same order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,8 @@ from torch import Tensor
 
 from refimpl.parallel.wire import LOOPBACK
 
+NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch's own watch over NCCL ends the process, which may be somebody's notebook. A dead or stuck rank is found by ours."""
 ONE_OPERATION = timedelta(hours=1)
 """After which a collective gives up by itself. Who watches the processes notices long before."""
 
@@ -132,7 +135,8 @@ class Collectives:
 
 def _on_this_stream(options: Any) -> Any:
     """Options by which NCCL computes on the stream that is current, not beside it."""
-    options.asyncOp = False
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
     return options
 
 
@@ -159,7 +163,20 @@ def join(store: Any, rank: int, size: int, device: torch.device, loopback: bool 
 def _nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = ONE_OPERATION
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _environment(NCCL_SETTINGS):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Environment variables for what reads them within the block, unless they are set."""
+    missing = settings.keys() - os.environ.keys()
+    os.environ.update({name: settings[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def _connected(backend: Any, device: torch.device) -> Collectives:

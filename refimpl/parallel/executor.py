@@ -168,16 +168,16 @@ class ParallelExecutor:
 
     def _give_up(self, error: BaseException) -> None:
         """The construction failed: end what was started. Another rank's failure is the cause of whatever failed here."""
-        failed_here = isinstance(error, Exception) and not isinstance(error, RankFailedError | ConfigError)
-        if failed_here and self.ranks is not None and _is_about_a_peer(error):
-            why = self.watch.why(f"rank 0 failed: {error!r}")
-            self.close()
-            raise RankFailedError(why) from error
+        in_a_collective = self.ranks is not None and isinstance(error, RuntimeError)
+        why = self.watch.why(f"rank 0 failed: {error!r}") if in_a_collective else f"rank 0 failed: {error!r}"
+        self.watch.give_up(why)
         self.close()
+        if in_a_collective:
+            raise RankFailedError(why) from error
 
     def close(self) -> None:
-        """End steps, ranks and this rank's executor, and give all memory back. May be called twice; in a forked child nothing
-        is done: all of it is its parent's.
+        """End steps, ranks and this rank's executor, and give all memory back. May be called twice; in a forked child
+        nothing is done: all of it is its parent's.
         """
         if os.getpid() != self._process:
             return
@@ -188,11 +188,6 @@ class ParallelExecutor:
         if self.ranks is not None:
             self.ranks.close()
             self.ranks = None
-
-
-def _is_about_a_peer(error: BaseException) -> bool:
-    """Whether an error is what a collective says when another rank has gone."""
-    return isinstance(error, RuntimeError)
 
 
 def devices_of(args: EngineArgs, size: int) -> list[str]:
@@ -210,7 +205,7 @@ def devices_of(args: EngineArgs, size: int) -> list[str]:
         return ["cuda:0"] + ["cuda"] * (size - 1)  # the others know their own
     if first + size > count:
         raise ConfigError(
-            f"tensor_parallel_size is {size} from {device} on, but torch sees {count} GPUs here; use at most {count - first}, "
-            "device=cpu, or torchrun over several machines"
+            f"tensor_parallel_size is {size} from {device} on, but torch sees {count} GPUs here; use at most "
+            f"{count - first}, device=cpu, or torchrun over several machines"
         )
     return [f"cuda:{first + rank}" for rank in range(size)]

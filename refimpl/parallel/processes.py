@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import refimpl
@@ -51,9 +52,6 @@ class Processes:
         if package.name != "site-packages":  # a checkout, which a notebook may have put on its path by hand
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // self.size)))
-        # A dead or stuck rank is found by whoever watches; NCCL's own watch would end the whole process.
-        environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         for rank in range(1, self.size):
             environment[ENGINE] = f"{rank} {port} {token.hex()} {os.getpid()} {self.folder}"
             with self._log(rank).open("wb") as log:
@@ -83,9 +81,10 @@ class Processes:
 
     def wait(self, seconds: float) -> None:
         """Wait until all have ended, so long at most."""
+        until = time.monotonic() + seconds
         for process in self._running.values():
             try:
-                process.wait(seconds)
+                process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return
 

@@ -49,8 +49,8 @@ class Model(msgspec.Struct, frozen=True):
             a_path = model not in ("tiny", EMBEDDED_MODEL) and path.exists()
             return cls(name=str(path.resolve()) if a_path else str(model))
         raise ConfigError(
-            f"the model is a {type(model).__name__} in this process, where the other ranks of tensor_parallel_size > 1 cannot "
-            "read it; save it to a folder, and give its path"
+            f"the model is a {type(model).__name__} in this process, where the other ranks of tensor_parallel_size > 1 "
+            "cannot read it; save it to a folder, and give its path"
         )
 
     @property

@@ -39,7 +39,7 @@ def first_rank(size: int) -> tuple[socket.socket, bytes, Any]:
 
 
 def other_rank() -> tuple[int, tuple[str, int], bytes, Any]:
-    """This rank's number, where rank 0 listens, the token, and the store. Waits for rank 0.
+    """The number of this rank, where rank 0 listens, the token, and the store. Waits for rank 0.
 
     Raises:
         ConfigError: there is no token.

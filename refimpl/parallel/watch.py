@@ -206,6 +206,9 @@ class Watch:
         with self._changed:
             self._connections[rank] = connection
             self._changed.notify_all()
+        if len(self._connections) == self._size - 1:  # nobody else is expected, and nobody can keep this thread busy
+            self._selector.unregister(self._listener)
+            self._listener.close()
 
     def _hear(self, rank: int) -> None:
         try:

@@ -24,7 +24,7 @@ HEADER = struct.Struct(">cI")
 LOOPBACK = "127.0.0.1"
 RANK = struct.Struct(">I")
 NONCE = 32
-HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 5.0
 
 
 class WireError(Exception):

@@ -1,4 +1,4 @@
-"""A rank other than 0: ``python -m refimpl.parallel.worker``, started by the engine's process.
+r"""A rank other than 0: ``python -m refimpl.parallel.worker``, started by the engine's process.
 
 It connects to the engine, loads its share, and computes every step that it is told of, until it is told to end. It ends by
 itself, at once, when the engine's process does: the system says so, and the socket is closed.
@@ -6,7 +6,7 @@ itself, at once, when the engine's process does: the system says so, and the soc
 For ranks on several machines, torchrun starts all of them, rank 0 included, which then runs the command that follows::
 
     export REFIMPL_TOKEN=…            # the same 32 random hexadecimal digits or more on every machine
-    torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST --master-port 29500 \\
+    torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST --master-port 29500 \
         -m refimpl.parallel.worker generate "Hello" --model FOLDER --tensor-parallel-size 16
 """
 
@@ -70,18 +70,11 @@ class Line:
 
     def _listen(self) -> None:
         frames = wire.Frames()
-        while True:
-            try:
-                data = self._connection.recv(2**16)
-            except OSError:
-                data = b""
-            if not data:
-                self._gone()
-            for frame in frames.feed(data):
-                self.arrived.put(frame)
-
-    def _gone(self) -> None:
-        """The engine's process is no more, or has given up: end, whatever the other thread computes."""
+        with contextlib.suppress(OSError, wire.WireError):
+            while data := self._connection.recv(2**16):
+                for frame in frames.feed(data):
+                    self.arrived.put(frame)
+        # The engine's process is no more, or has given up: end, whatever the other thread computes.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
@@ -183,9 +176,7 @@ def main() -> None:
     elif torchrun.started_here():
         run_by_torchrun()
     else:
-        sys.exit(
-            "refimpl.parallel.worker is started by an engine with tensor_parallel_size > 1, or by torchrun: see the head of its source"
-        )
+        sys.exit("an engine with tensor_parallel_size > 1 starts this module, or torchrun does: see the head of its source")
 
 
 if __name__ == "__main__":
