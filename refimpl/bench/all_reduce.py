@@ -21,7 +21,7 @@ from torch import Tensor
 
 from refimpl.bench.result import Result, setting
 from refimpl.errors import ConfigError, RankFailedError
-from refimpl.parallel.collectives import Collectives, join
+from refimpl.parallel.collectives import Collectives, file_store, join
 from refimpl.parallel.symmetric import WAYS, SymmetricMemory
 
 HIDDEN_SIZE = 8192
@@ -81,13 +81,11 @@ def _first_ones_answer(processes: list[subprocess.Popen[bytes]]) -> bytes:
 
 def measure(rank: int, size: int, tokens: list[int], hidden_size: int, count: int, folder: str) -> dict[str, Any]:
     """What one rank measures, with all others: microseconds of a sum, by way and number of tokens."""
-    from torch.distributed import FileStore
-
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    store, dtype = FileStore(str(Path(folder) / "store"), size), torch.bfloat16 if on_gpu else torch.float32
+    store, dtype = file_store(Path(folder), size), torch.bfloat16 if on_gpu else torch.float32
     ranks = join(store, rank, size, device)
     ways: dict[str, Callable[[Tensor], Tensor]] = {"nccl" if on_gpu else "gloo": ranks.all_reduce}
     if on_gpu:

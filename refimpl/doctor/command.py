@@ -37,8 +37,8 @@ def doctor(
     """
     from rich.console import Console
 
-    choices = {"device": device, "dtype": dtype, "quantization": quantization}
-    args = EngineArgs(model=model, tensor_parallel_size=tensor_parallel_size, **choices)
+    size = tensor_parallel_size
+    args = EngineArgs(model=model, device=device, dtype=dtype, quantization=quantization, tensor_parallel_size=size)
     findings = examine(args)
     if lab:
         from refimpl.doctor.lab_check import check_lab, for_a_lab

@@ -199,7 +199,8 @@ class Speculation:
         """The verdict about a step's drafts, the same on every rank, and the failures of logits hooks, by law."""
         if self._ranks.size == 1:
             return self._judged(logits, inputs, drafted, drafts, sampler)
-        laws, failures = drafted.spread_to, {}
+        laws = drafted.spread_to
+        failures: dict[int, str] = {}
         columns = laws.new_empty(len(laws), drafted.most + 2)
         if self._ranks.rank == 0:
             verdict, failures = self._judged(logits, inputs, drafted, drafts, sampler)

@@ -20,14 +20,17 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from refimpl.parallel.wire import LOOPBACK
 
+c10d: Any = torch.distributed.distributed_c10d
+"""Its names come and go with what torch was built with."""
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watch over NCCL ends the process, which may be somebody's notebook. A dead or stuck rank is found by ours."""
 ONE_OPERATION = timedelta(hours=1)
@@ -66,11 +69,11 @@ class Collectives:
         """For which sums there is a shorter way, and that way."""
         self._backend = backend
         self._muted = False
-        self._sum, self._min = _on_this_stream(dist.AllreduceOptions()), _on_this_stream(dist.AllreduceOptions())
-        self._sum.reduceOp, self._min.reduceOp = dist.ReduceOp.SUM, dist.ReduceOp.MIN
-        self._from_first = _on_this_stream(dist.BroadcastOptions())
+        self._sum, self._min = _on_this_stream(c10d.AllreduceOptions()), _on_this_stream(c10d.AllreduceOptions())
+        self._sum.reduceOp, self._min.reduceOp = c10d.ReduceOp.SUM, c10d.ReduceOp.MIN
+        self._from_first = _on_this_stream(c10d.BroadcastOptions())
         self._from_first.rootRank = 0
-        self._gather = _on_this_stream(dist.AllgatherOptions())
+        self._gather = _on_this_stream(c10d.AllgatherOptions())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in the place of ``x`` if that is contiguous."""
@@ -91,9 +94,9 @@ class Collectives:
         self.traffic.gather_bytes += x.nbytes
         if self._muted:
             return x.unsqueeze(0).expand(self.size, *x.shape)
-        found = x.new_empty(self.size, *x.shape)
-        self._backend.allgather([list(found.unbind(0))], [x], self._gather).wait()
-        return found
+        found = x.new_empty(self.size * len(x), *x.shape[1:])
+        self._backend._allgather_base(found, x, self._gather).wait()
+        return found.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """What rank 0 has, in the place of ``x`` if that is contiguous."""
@@ -140,6 +143,11 @@ def _on_this_stream(options: Any) -> Any:
     return options
 
 
+def file_store(folder: Path, size: int) -> Any:
+    """A file in a private folder by which ``size`` ranks of one machine find each other."""
+    return torch._C._distributed_c10d.FileStore(str(folder / "store"), size)
+
+
 def join(store: Any, rank: int, size: int, device: torch.device, loopback: bool = True) -> Collectives:
     """Connect with the other ranks, which do the same; waits for all of them.
 
@@ -153,18 +161,18 @@ def join(store: Any, rank: int, size: int, device: torch.device, loopback: bool 
     """
     if device.type == "cuda":
         return _connected(_nccl(store, rank, size), device)
-    options = dist.ProcessGroupGloo._Options()
+    options = c10d.ProcessGroupGloo._Options()
     options._timeout = ONE_OPERATION
-    make = dist.ProcessGroupGloo.create_device
-    options._devices = [make(hostname=LOOPBACK) if loopback else dist.ProcessGroupGloo.create_default_device()]
-    return _connected(dist.ProcessGroupGloo(store, rank, size, options), device)
+    make = c10d.ProcessGroupGloo.create_device
+    options._devices = [make(hostname=LOOPBACK) if loopback else c10d.ProcessGroupGloo.create_default_device()]
+    return _connected(c10d.ProcessGroupGloo(store, rank, size, options), device)
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
+    options = c10d.ProcessGroupNCCL.Options()
     options._timeout = ONE_OPERATION
     with _environment(NCCL_SETTINGS):
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextlib.contextmanager

@@ -32,8 +32,8 @@ from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.model_shares import check_size
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.parallel import torchrun, wire
-from refimpl.parallel.collectives import Collectives, join
-from refimpl.parallel.processes import STORE, Processes
+from refimpl.parallel.collectives import Collectives, file_store, join
+from refimpl.parallel.processes import Processes
 from refimpl.parallel.setup import for_other_ranks, make_setup
 from refimpl.parallel.symmetric import shorten
 from refimpl.parallel.watch import Watch
@@ -79,7 +79,7 @@ class ParallelExecutor:
         self.ranks: Collectives | None = None
         try:
             self.watch.wait_connected()
-            store = store or torch.distributed.FileStore(str(processes.folder / STORE), size)  # type: ignore[union-attr]
+            store = file_store(processes.folder, size) if processes is not None else store
             device = torch.device(devices[0])
             self.ranks = self._join(store, size, device, loopback=processes is not None)
             shorten(self.ranks, args, checkpoint.config, resolve_dtype(args.dtype, device), store)

@@ -16,8 +16,6 @@ from refimpl.errors import RankFailedError
 
 ENGINE = "REFIMPL_ENGINE"
 """The environment variable that tells a rank where its engine listens, and the token: ``RANK PORT TOKEN PARENT FOLDER``."""
-STORE = "store"
-"""The file in the private folder by which the ranks find each other."""
 LAST_LINES = 15
 """Of what a rank wrote before it died, for the error message."""
 ONE_AT_A_TIME = 5.0

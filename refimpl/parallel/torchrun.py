@@ -19,8 +19,8 @@ PORT = "refimpl-port"
 
 
 def started_here() -> bool:
-    """Whether torchrun started this process."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    """Whether torchrun started this process, to be a rank of refimpl's: else there is no token."""
+    return all(name in os.environ for name in (TOKEN, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def first_rank(size: int) -> tuple[socket.socket, bytes, Any]:
@@ -50,9 +50,9 @@ def other_rank() -> tuple[int, tuple[str, int], bytes, Any]:
 
 
 def _store() -> Any:
-    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
-    return next(dist.rendezvous("env://"))[0]
+    return next(rendezvous("env://"))[0]
 
 
 def _token() -> bytes:

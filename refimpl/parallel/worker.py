@@ -32,7 +32,7 @@ import msgspec
 
 from refimpl.errors import RefimplError
 from refimpl.parallel import torchrun, wire
-from refimpl.parallel.processes import ENGINE, STORE
+from refimpl.parallel.processes import ENGINE
 from refimpl.parallel.watch import BEAT_SECONDS
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ def run_by_engine() -> None:
     line, setup = connect((wire.LOOPBACK, int(port)), bytes.fromhex(token), int(rank), Path(folder))
 
     def store() -> Any:
-        from torch.distributed import FileStore
+        from refimpl.parallel.collectives import file_store
 
-        return FileStore(str(Path(folder) / STORE), setup.size)
+        return file_store(Path(folder), setup.size)
 
     run(line, setup, store, loopback=True)
 
@@ -176,7 +176,9 @@ def main() -> None:
     elif torchrun.started_here():
         run_by_torchrun()
     else:
-        sys.exit("an engine with tensor_parallel_size > 1 starts this module, or torchrun does: see the head of its source")
+        sys.exit(
+            f"an engine with tensor_parallel_size > 1 starts this module, or torchrun with {torchrun.TOKEN}: see its head"
+        )
 
 
 if __name__ == "__main__":
