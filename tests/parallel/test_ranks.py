@@ -3,14 +3,17 @@
 In float64 on small random models: sums over ranks differ in the last digits alone, and the models' logits are wide.
 """
 
-import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+from rank_processes import PATIENCE, assert_nothing_is_left, is_alive
 
 from refimpl import LLM, SamplingParams
 from refimpl.errors import ConfigError
@@ -150,8 +153,6 @@ def test_memory_is_told_by_rank(alone, two):
 
 
 def test_ctrl_c_is_taken_between_steps_and_the_ranks_go_on(two, monkeypatch):
-    import signal
-
     runner, pressed = two.engine._executor.runner, []
     launch = runner.launch
 
@@ -169,24 +170,27 @@ def test_ctrl_c_is_taken_between_steps_and_the_ranks_go_on(two, monkeypatch):
     assert tokens_of(two.generate([PROMPTS[0]], PARAMS[0], use_tqdm=False))
 
 
-@pytest.mark.parametrize("size", [4, 8])
-def test_more_ranks_answer_as_one(alone, size):
-    """Eight hold one key head each."""
-    with opened(size) as llm:
+def test_eight_ranks_hold_one_key_head_each(alone):
+    with opened(8) as llm:
+        assert llm.engine._executor.runner.model.share.num_key_value_heads == 1
         assert tokens_of(answers(llm)) == tokens_of(answers(alone))
 
 
-def test_overlap_and_swapped_sequences_hold_on_ranks_that_share_key_heads():
-    """Two key heads for four ranks; steps are planned ahead, and who gives way goes to the host's memory and comes back."""
-    checkpoint = tiny()
-    options = {"async_scheduling": True, "swap_space": 0.001, "preemption_mode": "swap"}
-    found = []
-    for size in (1, 4):
-        with opened(size, checkpoint, **options) as llm:
-            outputs = answers(llm)
-            assert "swap" in {one.mode for record in llm.engine.events.records for one in record.preempted}
-            found.append(tokens_of(outputs))
-    assert found[0] == found[1]
+SWAPPING = {"async_scheduling": True, "swap_space": 0.001, "preemption_mode": "swap"}
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Two key heads for four ranks; steps are planned ahead."""
+    with opened(4, tiny(), **SWAPPING) as llm:
+        yield llm
+
+
+def test_overlap_and_swapped_sequences_hold_on_ranks_that_share_key_heads(four):
+    """Who gives way goes to the host's memory and comes back."""
+    with opened(1, tiny(), **SWAPPING) as llm:
+        assert tokens_of(answers(four)) == tokens_of(answers(llm))
+    assert "swap" in {one.mode for record in four.engine.events.records for one in record.preempted}
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
@@ -194,21 +198,14 @@ DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": True}
 
 
 @pytest.mark.parametrize(
-    ("config", "overlap"),
-    [
-        (NGRAM, False),
-        (DRAFT | {"model": tiny(seed=1)}, True),
-        (DRAFT | {"model": tiny(num_attention_heads=3, num_key_value_heads=3)}, False),
-    ],
-    ids=["n-grams", "a draft model that is split", "a draft model that cannot be split"],
+    ("config", "overlap"), [(NGRAM, False), (DRAFT | {"model": tiny(seed=1)}, True)], ids=["n-grams", "a draft model"]
 )
 def test_drafts_are_the_same_on_every_rank(config, overlap):
     options = {"speculative_config": config | {"sampler": "coupled"}, "async_scheduling": overlap}
     with opened(1, tiny()) as plain, opened(2, tiny(), **options) as llm:
         assert tokens_of(answers(llm)) == tokens_of(answers(plain))
-        split = llm.engine._executor._local._draft
-        if split is not None:
-            assert split.ranks.size == (2 if split.config.num_attention_heads == 4 else 1)
+        draft = llm.engine._executor._local._draft
+        assert draft is None or draft.share.num_attention_heads == 2, "split as the target is"
 
 
 def test_what_the_other_ranks_cannot_have_is_refused(smollm2):
@@ -232,28 +229,27 @@ def test_what_the_other_ranks_cannot_have_is_refused(smollm2):
         LLM("tiny", tensor_parallel_size=0)
 
 
-def test_ranks_that_torchrun_starts_find_each_other():
-    """As torchrun would start them: a number each, and where the first one is."""
+def test_ranks_that_torchrun_starts_find_each_other(monkeypatch):
+    """As torchrun would start them: a number each, and where the first one is. This process is the first one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = ["generate", "Hello", "--model", "tiny", "--dtype", "float64", "--tensor-parallel-size", "2", "--json"]
-    command += ["--temperature", "0", "--max-tokens", "4", "--ignore-eos"]
-    environment = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), REFIMPL_TOKEN="ab" * 16)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "refimpl.parallel.worker", *command],
-            env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    for name, value in {
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "REFIMPL_TOKEN": "ab" * 16,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    command = [sys.executable, "-m", "refimpl.parallel.worker", "generate"]  # the command is rank 0's
+    other = subprocess.Popen(command, env=dict(os.environ, RANK="1", LOCAL_RANK="1"), stderr=subprocess.PIPE, text=True)
+    monkeypatch.setenv("RANK", "0")
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM("tiny", dtype="float64", tensor_parallel_size=2) as llm:
+        found = tokens_of(llm.generate([[1, 2]], params, use_tqdm=False))
+    _, said = other.communicate(timeout=60)
+    assert other.returncode == 0, said
     with LLM("tiny", dtype="float64") as llm:
-        [wanted] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-    assert json.loads(told[0][0])["outputs"][0]["token_ids"] == wanted.outputs[0].token_ids
+        assert found == tokens_of(llm.generate([[1, 2]], params, use_tqdm=False))
 
 
 def test_torchrun_needs_a_secret_and_the_right_number_of_ranks(monkeypatch):
@@ -264,3 +260,55 @@ def test_torchrun_needs_a_secret_and_the_right_number_of_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="at least 32 hexadecimal digits"):
         LLM("tiny", tensor_parallel_size=2)
+
+
+def test_two_engines_at_once_do_not_meet_and_close_ends_the_ranks(two):
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with LLM("tiny", tensor_parallel_size=2, dtype="float64") as other:
+        watch, first = other.engine._executor.watch, two.engine._executor.watch
+        assert not set(watch.process_ids) & set(first.process_ids)
+        assert len(other.generate([[7, 8, 9]], params, use_tqdm=False)[0].outputs[0].token_ids) == 6
+        assert len(two.generate([[7, 8, 9]], params, use_tqdm=False)[0].outputs[0].token_ids) == 6
+    assert_nothing_is_left(watch)
+    assert is_alive(first.process_ids[0])
+    assert two.generate([[1]], params, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+# ---------------------------------------------------------------------- the end of the engines that were shared
+
+
+def ended_in_the_midst(llm, name):
+    """Send a signal to a rank while a long request runs; the sample that came of it. Afterwards nothing is left."""
+    watch, done = llm.engine._executor.watch, []
+    params = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
+
+    def generate():
+        while not done or done[-1].outputs[0].finish_reason == "length":
+            done.extend(llm.generate([[1, 2, 3]], params, use_tqdm=False))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    until = llm.engine.scheduler.step + 60
+    while llm.engine.scheduler.step < until:
+        time.sleep(0.01)
+    os.kill(watch.process_ids[-1], getattr(signal, name))
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "the request ends"
+    [later] = llm.generate([[4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert later.outputs[0].finish_reason == "error", "all that comes later is told as well"
+    assert_nothing_is_left(watch)
+    llm.close()
+    llm.close()
+    return done[-1].outputs[0]
+
+
+def test_a_rank_that_is_killed_ends_requests_with_an_error_and_leaves_nothing(two):
+    sample = ended_in_the_midst(two, "SIGKILL")
+    assert sample.finish_reason == "error"
+    assert "rank 1 was killed by SIGKILL" in sample.stop_reason
+
+
+def test_a_rank_that_hangs_is_noticed_with_overlap_too(four):
+    sample = ended_in_the_midst(four, "SIGSTOP")
+    assert sample.finish_reason == "error"
+    assert "rank 3 has said nothing for" in sample.stop_reason
