@@ -20,6 +20,8 @@ from refimpl.quantization.method import weight_bytes
 from refimpl.quantization.plain import PLAIN
 from refimpl.ranks import ALONE
 from refimpl.simulate.models import find_model
+from refimpl.speculative.head_files import load_head, save_head
+from refimpl.speculative.head_model import DraftHead, HeadConfig
 
 CPU = torch.device("cpu")
 SHRUNKEN_70B = tiny(num_attention_heads=64, num_key_value_heads=8, head_dim=4, intermediate_size=128)
@@ -177,3 +179,45 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(smollm2):
     with pytest.raises(ConfigError, match="6 key/value heads can be neither dealt out nor copied"):
         check_size(six, 4, "six")
     assert ShapeCheckpoint("x", six).config is six
+
+
+class Elementwise:
+    """A context whose attention treats every head alone."""
+
+    def attend(self, layer, query, positions):
+        return query.tanh() * (1 + positions[:, None, None])
+
+
+@pytest.mark.parametrize("drafted", [10, 320])
+def test_a_draft_head_drafts_the_same_on_ranks(tmp_path, drafted):
+    """Each rank has the query heads of its keys; frequent tokens' rows of the output head are gathered."""
+    checkpoint, generator = tiny(), torch.Generator().manual_seed(4)
+    sizes = {
+        name: getattr(checkpoint.config, name) for name in HeadConfig.__struct_fields__ if hasattr(checkpoint.config, name)
+    }
+    config = HeadConfig(
+        **sizes | {"intermediate_size": 48},
+        target="tiny",
+        target_fingerprint="x",
+        draft_vocab_size=drafted,
+        attends=(1, None),
+    )
+    model = load_model(checkpoint, "auto", torch.float64, CPU, 0)
+    head = DraftHead(config, model, torch.arange(drafted) * (320 // drafted))
+    for weight in head.own_weights().values():
+        weight.data.normal_(0.0, 0.2, generator=generator)
+    save_head(head, tmp_path)
+    state = torch.randn(3, 64, generator=generator, dtype=torch.float64)
+
+    def work(ranks):
+        target = load_model(checkpoint, "auto", torch.float64, CPU, 0, ranks=ranks)
+        loaded = load_head(tmp_path, target, "tiny", "x")
+        found = loaded(state, torch.tensor([3, 200, 319]), torch.arange(3), Elementwise())
+        return loaded.blocks[0].q_proj.weight.shape[0], found, loaded.full_logits(found)
+
+    with torch.inference_mode():
+        _, wanted, wanted_logits = work(ALONE)
+        for rows, found, logits in on_ranks(2, work):
+            assert rows == 2 * 16
+            assert_close(found, wanted, 1e-9, 1e-9, "state")
+            assert_close(logits[:, ::32], wanted_logits[:, ::32], 1e-9, 1e-9, "logits")
