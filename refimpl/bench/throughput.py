@@ -101,7 +101,7 @@ def run(
     rows = Rows([_named(name, dtype) for dtype in dtypes for name in names], _tell, max_minutes)
     checkpoint = open_checkpoint(engine_options["model"])
     vocab_size = checkpoint.config.vocab_size
-    longest = 2 * max(_scaled(length, scale) for length in (PROMPT, OUTPUT, LONGEST))
+    longest, size = 2 * max(_scaled(length, scale) for length in (PROMPT, OUTPUT, LONGEST)), _ranks(engine_options)
     checks: list[Check] = []
     with rows.kept_when_interrupted():
         for dtype in dtypes:
@@ -111,7 +111,6 @@ def run(
                     if figures := rows.measure(_named(name, dtype), row):
                         checks += _checks(name, dtype, figures)
     lengths = [_scaled(length, scale) for length in (PROMPT, OUTPUT, SHORTEST, LONGEST)]
-    size = engine_options.get("tensor_parallel_size", 1)
     return Result(
         topic="throughput" if size == 1 else f"throughput_tp{size}",
         setting=setting(
@@ -130,6 +129,10 @@ def run(
         results=rows.all(),
         checks=checks,
     )
+
+
+def _ranks(engine_options: dict[str, Any]) -> int:
+    return int(engine_options.get("tensor_parallel_size", 1))
 
 
 def _check_numbers(repeats: int, dtypes: Sequence[str], scale: float) -> None:
