@@ -76,6 +76,11 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     )
 
 
+def share_if_it_fits(config: ModelConfig, size: int) -> ModelConfig:
+    """The same of a draft model, which every rank holds whole where it cannot be split so."""
+    return share_of(config, size) if fits(config, size) else config
+
+
 def rows_of_vocabulary(vocab_size: int, size: int) -> int:
     """Rows of embedding and output head that each of ``size`` ranks holds, those of no token counted."""
     each = -(-vocab_size // size)

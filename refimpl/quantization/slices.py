@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from refimpl.quantization.method import Destination
+from refimpl.quantization.method import Destination, fill
 
 
 class Slice:
@@ -39,7 +39,7 @@ class Slice:
 
     def copy_(self, source: Tensor, /) -> None:
         """Take the slice over; the rest of a tensor that is mapped from a file is not read."""
-        self._inner.copy_(source.narrow(self._dim, self._start, self._count))
+        fill(self._inner, source.narrow(self._dim, self._start, self._count))
 
     def normal_(self, mean: float, std: float, /, *, generator: torch.Generator | None = None) -> None:
         """The slice of the random numbers that would fill a whole tensor: the same model on any number of ranks."""
