@@ -21,6 +21,7 @@ LAYERS = [
         "shapes",
         "rope_config",
         "model_config",
+        "model_shares",
         "speculative_config",
         "field_checks",
         "beam_params",
@@ -39,7 +40,7 @@ LAYERS = [
         "tile_records",
     },
     {"cache", "scheduler", "tokenizer", "kernels"},
-    {"attention", "quantization", "layers"},
+    {"attention", "quantization", "layers", "ranks"},
     {"models", "loading"},
     {"sampling", "speculative"},
     # Executors, and what drives any of them: the loop of steps, and who writes down what happened.
@@ -77,6 +78,7 @@ LAYERS = [
         "exercises",
         "claims",
         "lab",
+        "__main__",
     },
 ]
 """Imports go from a later layer to an earlier one, or within one."""

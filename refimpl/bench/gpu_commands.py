@@ -1,4 +1,4 @@
-"""The commands of ``refimpl bench`` whose figures are a GPU's, and the one that runs them all."""
+"""The commands of ``refimpl bench`` whose figures are a GPU's first of all, and the one that runs them all."""
 
 from __future__ import annotations
 
@@ -89,6 +89,27 @@ def _limits(text: str) -> tuple[float, float]:
 
 @bench.command()
 @with_engine_options
+def load(
+    folder: Annotated[Path, typer.Argument(help="Where the shards are written, and stay: empty, or not there.")],
+    *,
+    model_config: Annotated[str, typer.Option(help="The shape: llama-3-8b, llama-3-70b, or a folder.")] = "llama-3-70b",
+    gib: Annotated[float, typer.Option(help="GiB of shards; the shape gets fewer layers.")] = 16.0,
+    stored: Annotated[str, typer.Option(help="Their dtype: bfloat16, float16, float32 or float8_e4m3fn.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Times that they are read; a first one is discarded.")] = 3,
+    cold: Annotated[bool, typer.Option("--cold", help="Have the system forget the files before each.")] = False,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """How fast sharded weights come from a folder into the device, and what that takes of the host's memory."""
+    from refimpl.bench.load import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, model_config, folder, gib, stored, repeats, cold), as_json, save)
+
+
+@bench.command()
+@with_engine_options
 def startup(
     *, model_config: ModelConfig = None, as_json: AsJson = False, save: Save = None, engine_options: dict[str, Any]
 ) -> None:
@@ -118,6 +139,27 @@ def idle(
     from refimpl.bench.result import report_result
 
     report_result(run(engine_options, model_config, sequences, steps, timeline), as_json, save)
+
+
+@bench.command("all-reduce")
+def all_reduce(
+    *,
+    ranks: Annotated[int, typer.Option(help="Processes, on a GPU each if there are any.")] = 2,
+    tokens: Annotated[str, typer.Option(help="Rows of a sum, by commas.")] = "1,8,64",
+    hidden_size: Annotated[int, typer.Option(help="Numbers in a row.")] = 8192,
+    count: Annotated[int, typer.Option(help="Sums back to back, as a step has them.")] = 160,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """The sums between ranks of tensor parallelism, by every way that there is here: microseconds each."""
+    from refimpl.bench.all_reduce import run
+    from refimpl.bench.result import report_result
+
+    try:
+        rows = [int(number) for number in tokens.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"tokens is {tokens!r}; give whole numbers by commas, such as 1,8,64") from error
+    report_result(run(ranks, rows, hidden_size, count), as_json, save)
 
 
 @bench.command()

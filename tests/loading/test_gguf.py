@@ -206,11 +206,11 @@ def test_keys_that_change_nothing_are_taken(model, tmp_path, metadata):
 
 
 def test_another_architecture_is_named(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen2")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma3")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match="'qwen2'; refimpl runs llama"):
+    with pytest.raises(UnsupportedModelError, match="'gemma3'; refimpl runs llama, qwen2, qwen3"):
         run_fully(tmp_path / "model.gguf")
 
 
