@@ -1,0 +1,118 @@
+"""``refimpl bench serve``: a load generator for any server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from refimpl.bench.app import AsJson, MaxMinutes, Save, bench
+from refimpl.bench.gpu_commands import limits_of
+from refimpl.cli_options import with_engine_options
+from refimpl.errors import ConfigError
+
+KEY = "OPENAI_API_KEY"
+
+
+@bench.command()
+@with_engine_options
+def serve(
+    *,
+    url: Annotated[
+        str | None, typer.Option(help="The server; without it, refimpl serve is started with the engine options below.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name there; default: the first.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use /chat/completions; else /completions.")] = False,
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="PROMPT/OUTPUT lengths (64-1024/16-512), chat, short-long, long-prompts, mixed, prefix:8*1024+64/64, "
+            "conv, code, a trace (.csv), or prompts (.jsonl)."
+        ),
+    ] = "chat",
+    request_rate: Annotated[
+        str, typer.Option(help="Requests a second, by commas (each is a row); inf: all at once; trace: as in the trace.")
+    ] = "inf",
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of the gaps' gamma distribution: 1 is Poisson, less makes bursts, more is even.")
+    ] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Keep requests back while so many are under way.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests of each row.")] = 200,
+    warm_up: Annotated[int, typer.Option(help="Requests before each row that are not measured.")] = 4,
+    goodput: Annotated[str, typer.Option(help="Limits in milliseconds that a good request keeps.")] = "ttft:200,tpot:50",
+    seed: Annotated[int, typer.Option(help="Of lengths, prompts and times.")] = 0,
+    vocab_size: Annotated[int, typer.Option(help="Random token ids are below it.")] = 1000,
+    output_len: Annotated[int, typer.Option(help="Most output tokens for prompts of a file that do not say.")] = 128,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for all output tokens; for servers that know no ignore_eos, switch it off.")
+    ] = True,
+    extra_body: Annotated[str | None, typer.Option(help="JSON: more fields of every request.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds without a byte until a request is given up.")] = 600.0,
+    server_args: Annotated[str, typer.Option(help="Without --url: more options of refimpl serve.")] = "",
+    plot: Annotated[Path | None, typer.Option(help="Write charts here, as an HTML page.")] = None,
+    max_minutes: MaxMinutes = None,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """A server under load: requests by the clock over HTTP; first tokens, gaps, throughput, goodput, errors.
+
+    A key is taken from the environment variable OPENAI_API_KEY. Every error is counted by its class, and the generator's own
+    lateness stands beside the figures. The names of vLLM's `bench serve` mean the same here.
+    """
+    try:
+        from refimpl.bench.serve import Pattern, Target, run
+    except ImportError as error:
+        raise ConfigError(f"bench serve needs {error.name}, which is not installed: pip install 'refimpl[server]'") from error
+    from refimpl.bench.result import report_result
+    from refimpl.bench.serve_plots import write_plots
+    from refimpl.bench.serve_process import flags_of, served
+    from refimpl.bench.serve_workload import Workload
+
+    asked = Workload(workload, num_prompts, seed, burstiness, vocab_size, chat, output_len)
+    pattern = Pattern(_rates(request_rate), max_concurrency, warm_up, limits_of(goodput))
+    for rate in pattern.rates:
+        asked.asks(rate)  # wrong options fail before a server is started
+    flags = flags_of(engine_options)
+    if url is not None and (named := flags_of({"model": engine_options["model"]})):
+        served_model_name, flags = served_model_name or named[1], flags_of(engine_options | {"model": None})
+    if url is not None and (flags or server_args):
+        raise ConfigError(f"{' '.join(flags) or '--server-args'} is for a server that is started here; with --url leave it out")
+    body = ({"ignore_eos": True} if ignore_eos else {}) | _body(extra_body)
+    outcomes: dict[str, Any] = {}
+    own = served([*flags, *shlex.split(server_args)]) if url is None else contextlib.nullcontext(url)
+    known = {} if url is not None else {"dtype": engine_options["dtype"], "server": f"refimpl serve {server_args}".strip()}
+    with own as address:
+        target = Target(address, served_model_name, os.environ.get(KEY), timeout, body)
+        result = run(target, asked, pattern, max_minutes, outcomes, **known)
+    if plot is not None:
+        write_plots(plot, outcomes)
+    report_result(result, as_json, save)
+
+
+def _rates(text: str) -> tuple[float | None, ...]:
+    try:
+        rates = tuple(None if part == "trace" else float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"request_rate is {text!r}; give numbers by commas, such as 10,20,30, or inf, or trace"
+        ) from error
+    if any(rate is not None and (math.isnan(rate) or rate <= 0) for rate in rates) or len(set(rates)) < len(rates):
+        raise ConfigError(f"request_rate is {text!r}; rates are above 0, and each is given once")
+    return rates
+
+
+def _body(text: str | None) -> dict[str, Any]:
+    try:
+        body = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"extra_body is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise ConfigError(f"extra_body is {text!r}; it must be a JSON object")
+    return body
