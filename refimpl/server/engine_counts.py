@@ -8,14 +8,14 @@ object, not even the single sequences are looked at.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from refimpl.events import ArrivalRecord, StepRecord
 from refimpl.outputs import NO_TOKEN, Finish
+from refimpl.server.histogram import Histogram
 from refimpl.server.metric_names import METRICS, REASONS, lengths_up_to
 
 if TYPE_CHECKING:
@@ -24,24 +24,6 @@ if TYPE_CHECKING:
 
 Labels = tuple[str, ...]
 HISTOGRAMS = {metric.name: metric.buckets for metric in METRICS if metric.buckets is not None}
-
-
-class Histogram:
-    """Values by the first of some rising upper bounds that they do not exceed, and their sum."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Take a value, or several that are equal."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def cumulative(self) -> tuple[list[int], float]:
-        """How many values there are up to each bound, all of them last; and their sum."""
-        return list(accumulate(self.counts)), self.total
 
 
 @dataclass(slots=True)
