@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 FIGURES = (block_map.FIGURE, batch_timeline.FIGURE)
 ALIVE = 15.0
 """Seconds of silence after which an empty line is sent, so that nobody on the way closes the connection."""
+LOOK = 0.5
+"""Seconds between two looks at whether the server is about to end."""
 MOST_BYTES = 4096
 """Of a page's message."""
 POLICY = (
@@ -46,12 +48,15 @@ HERE = ("127.0.0.1", "::1")
 JAVASCRIPT, STYLES = "text/javascript", "text/css"
 
 
-def make_router(engines: Sequence[Engine], api_keys: Sequence[str] = ()) -> APIRouter:
+def make_router(
+    engines: Sequence[Engine], api_keys: Sequence[str] = (), ending: Callable[[], bool] = lambda: False
+) -> APIRouter:
     """The routes of the page.
 
     Args:
         engines: those that can be looked at, by number.
         api_keys: whoever has one of them may read texts.
+        ending: whether the server is about to end, and all streams with it.
 
     Raises:
         RefimplError: an engine keeps no log (``event_log_size=0``), so there is nothing to show.
@@ -82,7 +87,7 @@ def make_router(engines: Sequence[Engine], api_keys: Sequence[str] = ()) -> APIR
         except TooManyViewers as error:
             return _refused(503, str(error))
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(hub, viewer), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(_events(hub, viewer, ending), media_type="text/event-stream", headers=headers)
 
     @router.post("/ui/viewers/{viewer_id}")
     async def message(request: Request, viewer_id: str) -> Response:
@@ -116,18 +121,20 @@ def _hub(engine: Engine) -> Hub:
     return Hub(engine.events, FIGURES)
 
 
-async def _events(hub: Hub, viewer: Viewer) -> AsyncIterator[str]:
+async def _events(hub: Hub, viewer: Viewer, ending: Callable[[], bool]) -> AsyncIterator[str]:
     opening = {"type": "opening", "viewer": viewer.id, "shown": hub.shown, "heading": hub.heading}
     try:
         yield _event(json.dumps(opening | {"texts": viewer.feed.with_texts}))
-        while True:
-            asked = viewer.ask()
+        while not ending():
+            asked, silent = viewer.ask(), 0.0
             hub.nudge()
-            while not asked.done():
-                await asyncio.wait((asked,), timeout=ALIVE)
-                if not asked.done():
+            while not asked.done() and not ending():
+                await asyncio.wait((asked,), timeout=LOOK)
+                silent += LOOK
+                if silent >= ALIVE:
+                    silent = 0.0
                     yield ": still here\n\n"
-            for text in asked.result():
+            for text in asked.result() if asked.done() else ():
                 yield _event(text)
     finally:
         hub.close(viewer)
