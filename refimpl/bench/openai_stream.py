@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
+from refimpl.bench.http_stream import HttpClient, HttpError
 from refimpl.bench.request_times import RequestTimes
 
 Clock = Callable[[], float]
+MOST_SAID = 500
+"""Characters that are kept of what a server says about an error."""
 
 
 class _Delta(msgspec.Struct):
@@ -48,9 +51,12 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class _Failed(Exception):  # noqa: N818 - a way out, with the class of the error and what was said
-    def __init__(self, kind: str, message: str) -> None:
-        self.kind, self.message = kind, message
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 @dataclass
@@ -104,33 +110,34 @@ class OpenAIStream:
         clock: Clock = time.perf_counter,
     ) -> None:
         self.base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._path = urlsplit(self.base).path
         self.model = model
         self.chat = chat
         self.clock = clock
         self._more = body or {}
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 30.0)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0),
-            trust_env=False,  # a proxy's delays would be taken for the server's
-        )
+        self._client = HttpClient(url, {"Authorization": f"Bearer {api_key}"} if api_key else {}, timeout, clock)
 
     async def __aenter__(self) -> OpenAIStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        self._client.close()
 
     async def models(self) -> list[str]:
         """The names of the models that the server has.
 
         Raises:
-            httpx.HTTPError: it cannot be reached, or refuses.
+            HttpError: it cannot be reached, or does not say.
 
         """
-        reply = await self._client.get(f"{self.base}/models")
-        reply.raise_for_status()
-        return [one["id"] for one in reply.json()["data"]]
+        async with self._client.request("GET", f"{self._path}/models") as reply:
+            body = await reply.body()
+        if reply.status != 200:
+            raise HttpError(f"http {reply.status}", body.decode(errors="replace")[:MOST_SAID])
+        try:
+            return [one.id for one in msgspec.json.decode(body, type=_Models).data]
+        except msgspec.MsgspecError as error:
+            raise HttpError("protocol", f"{error}: {body[:200]!r}") from error
 
     async def ask(self, prompt: str | list[int], output: int, due: float) -> Answer:
         """Send a request, read its answer to the end, and tell when what came. Errors are told, not raised."""
@@ -138,10 +145,8 @@ class OpenAIStream:
         answer = Answer(due, sent, RequestTimes(sent))
         try:
             await self._read(self._body(prompt, output), answer)
-        except _Failed as failed:
-            answer.error, answer.message = failed.kind, failed.message
-        except httpx.HTTPError as error:
-            answer.error, answer.message = _kind(error), str(error) or type(error).__name__
+        except HttpError as error:
+            answer.error, answer.message = error.kind, str(error)
         answer.ended = self.clock()
         return answer
 
@@ -151,19 +156,18 @@ class OpenAIStream:
         return asked | fixed | {"stream_options": {"include_usage": True}} | self._more
 
     async def _read(self, body: dict[str, Any], answer: Answer) -> None:
-        path = "/chat/completions" if self.chat else "/completions"
-        async with self._client.stream("POST", self.base + path, json=body) as reply:
-            if reply.status_code != 200:
-                raise _Failed(f"http {reply.status_code}", (await reply.aread()).decode(errors="replace")[:500])
+        path = f"{self._path}/{'chat/completions' if self.chat else 'completions'}"
+        async with self._client.request("POST", path, msgspec.json.encode(body)) as reply:
+            if reply.status != 200:
+                raise HttpError(f"http {reply.status}", (await reply.body()).decode(errors="replace")[:MOST_SAID])
             done, rest = False, b""
-            async for data in reply.aiter_raw():
-                now = self.clock()
+            async for now, data in reply.pieces():
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data:"):
                         done = self._event(line[5:].strip(), now, answer) or done
         if not done and answer.finish_reason is None:
-            raise _Failed("disconnected", f"the stream ended after {answer.times.tokens} pieces, without a finish_reason")
+            raise HttpError("disconnected", f"the stream ended after {answer.times.tokens} pieces, without a finish_reason")
 
     def _event(self, data: bytes, now: float, answer: Answer) -> bool:
         """Take an event in; whether it is the last one."""
@@ -172,9 +176,9 @@ class OpenAIStream:
         try:
             event = msgspec.json.decode(data, type=_Event)
         except msgspec.MsgspecError as error:
-            raise _Failed("protocol", f"{error}: {data[:200]!r}") from error
+            raise HttpError("protocol", f"{error}: {data[:200]!r}") from error
         if event.error:
-            raise _Failed("stream", str(event.error)[:500])
+            raise HttpError("stream", str(event.error)[:MOST_SAID])
         for choice in event.choices:
             ends = choice.finish_reason is not None
             if choice.has_text or (ends and answer.times.first is None):  # tokens without a text, up to the end
@@ -191,11 +195,3 @@ class OpenAIStream:
         if answer.times.last is not None:
             answer.gaps.append(now - answer.times.last)
         answer.times.came(now, 1)
-
-
-def _kind(error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return "connect"
-    if isinstance(error, httpx.TimeoutException):
-        return "timeout"
-    return "disconnected" if isinstance(error, httpx.TransportError) else "protocol"

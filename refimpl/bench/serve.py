@@ -17,9 +17,9 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 from tqdm import tqdm
 
+from refimpl.bench.http_stream import HttpError
 from refimpl.bench.open_loop import Ask, Outcome, drive
 from refimpl.bench.openai_stream import Answer, OpenAIStream
 from refimpl.bench.request_times import goodput, percentiles
@@ -144,10 +144,10 @@ async def _first_model(target: Target) -> str:
     async with _stream(target) as stream:
         try:
             models = await stream.models()
-        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+        except HttpError as error:
             raise RefimplError(
-                f"{stream.base}/models does not tell which models there are ({error!r}); is the server up? Else name the "
-                "model by served_model_name"
+                f"{stream.base}/models does not tell which models there are ({error.kind}: {error}); is the server up? Else "
+                "name the model by served_model_name"
             ) from error
     if not models:
         raise RefimplError(f"{target.url} lists no model; name one by served_model_name")

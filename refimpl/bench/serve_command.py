@@ -66,11 +66,8 @@ def serve(
     A key is taken from the environment variable OPENAI_API_KEY. Every error is counted by its class, and the generator's own
     lateness stands beside the figures. The names of vLLM's `bench serve` mean the same here.
     """
-    try:
-        from refimpl.bench.serve import Pattern, Target, run
-    except ImportError as error:
-        raise ConfigError(f"bench serve needs {error.name}, which is not installed: pip install 'refimpl[server]'") from error
     from refimpl.bench.result import report_result
+    from refimpl.bench.serve import Pattern, Target, run
     from refimpl.bench.serve_plots import write_plots
     from refimpl.bench.serve_process import flags_of, served
     from refimpl.bench.serve_workload import Workload

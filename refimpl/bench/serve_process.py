@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import json
 import socket
 import subprocess
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from refimpl.config import EngineArgs
@@ -53,7 +53,6 @@ def served(flags: Sequence[str], command: Sequence[str] = SERVE, to_start: float
 
     """
     port = _free_port()
-    url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "server.log"
         with said.open("wb") as log:
@@ -61,8 +60,8 @@ def served(flags: Sequence[str], command: Sequence[str] = SERVE, to_start: float
                 [*command, *flags, "--host", "127.0.0.1", "--port", str(port)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
         try:
-            _wait_until_healthy(url, process, said, time.monotonic() + to_start)
-            yield url
+            _wait_until_healthy(port, process, said, time.monotonic() + to_start)
+            yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             try:
@@ -78,15 +77,22 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], said: Path, until: float) -> None:
-    with httpx.Client(timeout=5.0, trust_env=False) as client:
-        while time.monotonic() < until:
-            if (code := process.poll()) is not None:
-                raise RefimplError(f"refimpl serve ended with code {code} before it answered; it said: {_tail(said)}")
-            with contextlib.suppress(httpx.HTTPError):
-                if client.get(f"{url}/health").status_code == 200:
-                    return
-            time.sleep(0.1)
+def _healthy(port: int) -> bool:
+    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+    with contextlib.closing(asked), contextlib.suppress(OSError, http.client.HTTPException):
+        asked.request("GET", "/health")
+        return asked.getresponse().status == 200
+    return False
+
+
+def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], said: Path, until: float) -> None:
+    while time.monotonic() < until:
+        if (code := process.poll()) is not None:
+            raise RefimplError(f"refimpl serve ended with code {code} before it answered; it said: {_tail(said)}")
+        if _healthy(port):
+            return
+        time.sleep(0.1)
+    url = f"http://127.0.0.1:{port}"
     raise RefimplError(f"refimpl serve did not answer at {url}/health in time; it said: {_tail(said)}")
 
 

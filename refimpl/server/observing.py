@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from fastapi import FastAPI, Response
+
 from refimpl.server.metrics import ServerMetrics
+from refimpl.server.ui import make_router
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from refimpl.engine import Engine
 
 
@@ -39,8 +40,6 @@ def observe(
         RefimplError: ``ui`` is asked for, but an engine keeps no log.
 
     """
-    from fastapi import Response
-
     metrics = ServerMetrics(model_name, vllm_names)
     for number, engine in enumerate(engines):
         metrics.watch(engine, str(number))
@@ -50,7 +49,5 @@ def observe(
         return Response(metrics.render(), media_type=metrics.content_type)
 
     if ui:
-        from refimpl.server.ui import make_router
-
         app.include_router(make_router(engines, api_keys, ending))
     return metrics

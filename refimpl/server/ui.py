@@ -25,7 +25,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from refimpl.errors import RefimplError
-from refimpl.server.ui_viewers import Hub, TooManyViewers, Viewer
+from refimpl.server.ui_viewers import Hub, TooManyViewersError, Viewer
 from refimpl.visualizers import batch_timeline, block_map
 from refimpl.visualizers.page import script, style
 
@@ -84,7 +84,7 @@ def make_router(
         hub = hubs[engine]
         try:
             viewer = hub.open(may_read(request, api_keys))
-        except TooManyViewers as error:
+        except TooManyViewersError as error:
             return _refused(503, str(error))
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(hub, viewer, ending), media_type="text/event-stream", headers=headers)

@@ -46,7 +46,7 @@ FASTEST = 60.0
 """Steps a second at which the log is played."""
 
 
-class TooManyViewers(RefimplError):  # noqa: N818 - it reads as what it says
+class TooManyViewersError(RefimplError):
     """As many look already as may."""
 
 
@@ -107,7 +107,8 @@ class Viewer:
         self.id = secrets.token_urlsafe(16)
         self.feed = feed
         self.live, self.playing = True, False
-        self.speed, self.pinned = 8.0, None
+        self.speed = 8.0
+        self.pinned: str | None = None
         self.position = len(feed.history) - 1
         self.inbox: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self.changed = True
@@ -118,8 +119,6 @@ class Viewer:
         self._loop = loop
         self._asked: asyncio.Future[list[str]] | None = None
         self._played_at = 0.0
-
-    pinned: str | None
 
     @property
     def history(self) -> History:
@@ -256,12 +255,12 @@ class Hub:
         """A further viewer, in the running event loop.
 
         Raises:
-            TooManyViewers: :data:`MOST_VIEWERS` look already.
+            TooManyViewersError: :data:`MOST_VIEWERS` look already.
 
         """
         with self._lock:
             if len(self._viewers) >= MOST_VIEWERS:
-                raise TooManyViewers(f"{MOST_VIEWERS} pages look at this engine already; close one")
+                raise TooManyViewersError(f"{MOST_VIEWERS} pages look at this engine already; close one")
             if with_texts not in self._feeds:
                 self._feeds[with_texts] = Feed(self.events, with_texts)
             viewer = Viewer(self._feeds[with_texts], self._figures, asyncio.get_running_loop())

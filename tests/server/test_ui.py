@@ -21,7 +21,7 @@ from refimpl.server import ui_viewers
 from refimpl.server.observing import observe
 from refimpl.server.ui import FIGURES, make_router, may_read
 from refimpl.server.ui_records import HIDDEN, without_texts
-from refimpl.server.ui_viewers import Hub, TooManyViewers
+from refimpl.server.ui_viewers import Hub, TooManyViewersError
 from refimpl.visualizers.frames import Sender
 from refimpl.visualizers.player import Player
 
@@ -119,7 +119,8 @@ def test_a_viewer_is_sent_what_a_widget_is(llm):
     with_hub(llm, test)
 
 
-def test_each_viewer_goes_its_own_way_and_follows_the_engine_when_it_is_live(llm):
+def test_each_viewer_goes_its_own_way_and_follows_the_engine_when_it_is_live(llm, monkeypatch):
+    monkeypatch.setattr(ui_viewers, "FASTEST", 5000)
     generate(llm)
 
     async def test(hub):
@@ -142,7 +143,7 @@ def test_each_viewer_goes_its_own_way_and_follows_the_engine_when_it_is_live(llm
         hub.tell(one.id, {"type": "live"})
         await take_until(one, hub, at(now))
         hub.tell(one.id, {"type": "seek", "position": 0})
-        hub.tell(one.id, {"type": "speed", "speed": 60})
+        hub.tell(one.id, {"type": "speed", "speed": 5000})
         hub.tell(one.id, {"type": "play"})
         assert not (await take_until(one, hub, at(now)))["transport"]["playing"]
         hub.tell(one.id, {"type": "next_preemption"})
@@ -219,7 +220,7 @@ def test_so_many_may_look_and_no_more(llm, monkeypatch):
 
     async def test(hub):
         viewers = [hub.open(True), hub.open(True)]
-        with pytest.raises(TooManyViewers, match="2 pages"):
+        with pytest.raises(TooManyViewersError, match="2 pages"):
             hub.open(True)
         hub.close(viewers.pop())
         viewers.append(hub.open(True))
