@@ -45,14 +45,15 @@ def serve_table(result: dict[str, Any]) -> str:
         good, late = row["goodput"], row["generator"]
         failed = ", ".join(f"{count:,} {kind}" for kind, count in row["errors"].items()) or "none"
         told += (
-            f"{name}: {good['share']:.0%} of the requests had their first token within {1e3 * good['ttft']:,.0f} ms and took "
-            f"{1e3 * good['tpot']:,.0f} ms a token at most ({good['requests_per_second']:,.1f} a second); errors: {failed}; "
-            f"most at once: {row['most_in_flight']:,}. The generator sent {_milliseconds(late['sent_late'])} ms late, and woke "
-            f"up {_milliseconds(late['woken_late'])} ms late.\n"
+            f"{name}: {good['share']:.0%} of the requests had their first token within {1e3 * good['ttft']:,.0f} ms and "
+            f"took {1e3 * good['tpot']:,.0f} ms a token at most ({good['requests_per_second']:,.1f} a second); errors: "
+            f"{failed}; most at once: {row['most_in_flight']:,}. The generator sent {_milliseconds(late['sent_late'])} ms "
+            f"late, and woke up {_milliseconds(late['woken_late'])} ms late.\n"
         )
     head = (
         f"{result['setting']['workload']}; ms, {shares}:\n\n"
-        "| arrivals a second | requests/s | output tokens/s | to the first token | between tokens | per output token | whole |\n"
+        "| arrivals a second | requests/s | output tokens/s | to the first token | between tokens | per output token "
+        "| whole |\n"
         "|---|---|---|---|---|---|---|\n"
     )
     return f"{head}{rows}\n{told}"

@@ -2,7 +2,8 @@
 
 Requests come by the clock (:mod:`refimpl.bench.open_loop`), and each answer is streamed
 (:mod:`refimpl.bench.openai_stream`). Times count from when a request is sent, connection included; the lateness of the
-generator stands beside them. Where it is of the order of what is measured, the figures are the generator's, not the server's.
+generator stands beside them. Where it is of the order of what is measured, the figures are the generator's and not the
+server's.
 """
 
 from __future__ import annotations
@@ -241,8 +242,8 @@ def generator_is_late(row: Figures) -> str | None:
         late, felt = row["generator"][own].get("p50", 0.0), row[theirs].get("p50", 0.0)
         if felt and late > LATE * felt:
             return (
-                f"the generator was {1e3 * late:,.1f} ms late (median) where a {what} took {1e3 * felt:,.1f} ms: these figures "
-                "are more its own than the server's; send fewer requests, or from another machine"
+                f"the generator was {1e3 * late:,.1f} ms late (median) where a {what} took {1e3 * felt:,.1f} ms: these "
+                "figures are more its own than the server's; send fewer requests, or from another machine"
             )
     return None
 

@@ -80,7 +80,9 @@ def serve(
     if url is not None and (named := flags_of({"model": engine_options["model"]})):
         served_model_name, flags = served_model_name or named[1], flags_of(engine_options | {"model": None})
     if url is not None and (flags or server_args):
-        raise ConfigError(f"{' '.join(flags) or '--server-args'} is for a server that is started here; with --url leave it out")
+        raise ConfigError(
+            f"{' '.join(flags) or '--server-args'} is for a server that is started here; with --url leave it out"
+        )
     body = ({"ignore_eos": True} if ignore_eos else {}) | _body(extra_body)
     outcomes: dict[str, Any] = {}
     own = served([*flags, *shlex.split(server_args)]) if url is None else contextlib.nullcontext(url)
@@ -97,9 +99,7 @@ def _rates(text: str) -> tuple[float | None, ...]:
     try:
         rates = tuple(None if part == "trace" else float(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(
-            f"request_rate is {text!r}; give numbers by commas, such as 10,20,30, or inf, or trace"
-        ) from error
+        raise ConfigError(f"request_rate is {text!r}; give numbers by commas, such as 10,20,30, or inf, or trace") from error
     if any(rate is not None and (math.isnan(rate) or rate <= 0) for rate in rates) or len(set(rates)) < len(rates):
         raise ConfigError(f"request_rate is {text!r}; rates are above 0, and each is given once")
     return rates

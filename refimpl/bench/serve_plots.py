@@ -1,4 +1,4 @@
-"""Pictures of a server under load: how its latencies are spread, and what came when. A page of plotly's that needs no network."""
+"""Pictures of a server under load: how its latencies are spread, and what came when; a page that needs no network."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def write_plots(path: Path, outcomes: Mapping[str, Outcome]) -> None:
     if not made:
         raise RefimplError("there is nothing to plot: no request was sent")
     parts = [to_html(one.plotly(), full_html=False, include_plotlyjs=number == 0) for number, one in enumerate(made)]
-    page = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>refimpl bench serve</title>\n{"".join(parts)}</html>\n'
+    head = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>refimpl bench serve</title>'
+    page = f"{head}\n{''.join(parts)}</html>\n"
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -57,7 +57,10 @@ def served(flags: Sequence[str], command: Sequence[str] = SERVE, to_start: float
         said = Path(folder) / "server.log"
         with said.open("wb") as log:
             process = subprocess.Popen(
-                [*command, *flags, "--host", "127.0.0.1", "--port", str(port)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [*command, *flags, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
         try:
             _wait_until_healthy(port, process, said, time.monotonic() + to_start)

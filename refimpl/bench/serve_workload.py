@@ -31,10 +31,7 @@ from refimpl.simulate.workload import TraceRequest, mixed
 
 LOWEST_ID = 100
 """Ids below it may be special tokens."""
-WORDS = (
-    "the of and a to in is you that it he was for on are as with his they at be this have from or one had by word but not "
-    "what all were we when your can said there use an each which she do how their if will up other about out many then them"
-).split()
+WORDS = re.findall(r"\w+", "the of and a to in is you that it he was for on are as with his they at be this have from or by")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING
 
 from refimpl.events import ArrivalRecord, StepRecord
@@ -123,7 +123,9 @@ class EngineCounts:
         """The request that arrived. Its id may be in use again, and of thousands aborted at once the first are forgotten."""
         book = self.engine._book
         for request in (book.unfinished(arrival.request_id), book.finished(arrival.request_id)):
-            if request is not None and (request.beams is not None or request.sequences[0].sequence_id in arrival.sequence_ids):
+            if request is not None and (
+                request.beams is not None or request.sequences[0].sequence_id in arrival.sequence_ids
+            ):
                 return request
         return None
 
@@ -247,7 +249,7 @@ class EngineCounts:
         self._begin(watched)
         for times in _token_times(request):
             self.counters["generation_tokens"] += len(times)
-            for before, after in zip(times, times[1:], strict=False):
+            for before, after in pairwise(times):
                 self._observe_gap(after - before, 1)
 
     # ------------------------------------------------------------------ what it comes to

@@ -4,8 +4,9 @@
 
     generate ─► tokenise ─► routing.choose(prefix, loads of those that live) ─► AsyncLLM of that replica ─► stream
 
-Each replica is a whole engine with a cache of its own: on GPUs each has a device, on a CPU they share the threads. Nothing is
-shared between them but the process. A replica that is lost takes its requests with it; the others go on, and it gets no more.
+Each replica is a whole engine with a cache of its own: on GPUs each has a device, on a CPU they share the threads. Nothing
+else is shared between them but the process. A replica that is lost takes its requests with it; the others go on, and it gets
+no more.
 """
 
 from __future__ import annotations

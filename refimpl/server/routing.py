@@ -1,4 +1,4 @@
-"""Which replica serves a request: one that has its prefix in its cache, if that one is not too busy; else the least busy one.
+"""Which replica serves a request: the one that has its prefix in its cache, unless it is too busy; else the least busy.
 
 A key stands for how a prompt begins: a hash over its first blocks' token ids and its salt, by the keys of the prefix cache
 itself, which are the same in every process. Rendezvous hashing (Thaler and Ravishankar 1998) gives each key an order of all
@@ -26,7 +26,9 @@ SLACK = 8
 """Requests that a replica may have whatever the mean is: with few requests, nobody has to go elsewhere."""
 
 
-def prefix_key(token_ids: Sequence[int], block_size: int, salt: str | None = None, blocks: int = PREFIX_BLOCKS) -> bytes | None:
+def prefix_key(
+    token_ids: Sequence[int], block_size: int, salt: str | None = None, blocks: int = PREFIX_BLOCKS
+) -> bytes | None:
     """The key of a prompt's first full blocks; None if it fills none, so that nothing of it can be found in a cache.
 
     The last token is always computed, so a block that it ends is never found either.

@@ -57,4 +57,3 @@ def _decision(decision: Decision) -> Decision:
     if not _tells(decision):
         return decision
     return msgspec.structs.replace(decision, numbers={**decision.numbers, "stop": HIDDEN})
-

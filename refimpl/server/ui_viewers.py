@@ -25,7 +25,7 @@ from typing import Any
 from refimpl.errors import RefimplError
 from refimpl.events import EventLog
 from refimpl.server.ui_records import without_texts
-from refimpl.visualizers.figure import WIDTH, WHOLE, Figure, Look, Picture
+from refimpl.visualizers.figure import WHOLE, WIDTH, Figure, Look, Picture
 from refimpl.visualizers.frames import Sender
 from refimpl.visualizers.history import History
 from refimpl.visualizers.page import heading

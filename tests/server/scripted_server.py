@@ -20,7 +20,6 @@ class Scripted:
         self.in_flight = self.most_in_flight = 0
         self.app = FastAPI()
         self.app.get("/v1/models")(lambda: {"data": [{"id": "scripted"}]})
-        self.app.get("/health")(lambda: {})
         self.app.post("/v1/completions")(self.answer)
         self.app.post("/v1/chat/completions")(self.answer)
 
@@ -54,7 +53,9 @@ class Scripted:
 
 def event(kind, given, chat):
     if kind == "usage":
-        return json.dumps({"choices": [], "usage": dict(zip(("prompt_tokens", "completion_tokens"), given))}).encode()
+        return json.dumps(
+            {"choices": [], "usage": dict(zip(("prompt_tokens", "completion_tokens"), given, strict=True))}
+        ).encode()
     choice = {"index": 0, "finish_reason": given[0] if kind == "finish" else None}
     text = given[0] if kind == "text" else ""
     if chat:

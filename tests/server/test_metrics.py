@@ -61,7 +61,7 @@ class Run:
         self.clock.now += self.rng.randrange(1, 40) / 64
         self.engine.step()
 
-    def whole(self, count=40):
+    def whole(self, count=22):
         """Requests come now and then, and some are aborted."""
         for number in range(count):
             self.add(number)
@@ -83,11 +83,12 @@ class Run:
         return self.value(f"{name}_count"), self.value(f"{name}_sum")
 
 
-@pytest.fixture(params=RUNS)
+@pytest.fixture(params=RUNS, scope="module")
 def run(request):
     run = Run(**RUNS[request.param]).whole()
-    yield run
+    run.name = request.param
     run.engine.close()
+    return run
 
 
 def gaps_of(request):
@@ -160,32 +161,32 @@ def test_steps_and_blocks_that_move_are_those_of_the_log(run):
     for direction, transfer in (("out", "GPU_to_CPU"), ("in", "CPU_to_GPU")):
         moved = sum(len(getattr(record, f"swapped_{direction}")) for record in run.records)
         assert run.value("swapped_blocks_total", direction=direction) == moved
-        assert run.value("kv_offload_total_bytes_total", transfer_type=transfer) == moved * (
-            run.engine.events.header.config["block_bytes"]
+        assert (
+            run.value("kv_offload_total_bytes_total", transfer_type=transfer)
+            == moved * (run.engine.events.header.config["block_bytes"])
         )
     assert run.value("num_requests_running") == run.value("num_requests_waiting") == 0
     assert run.value("num_requests_swapped") == run.value("kv_cache_usage_perc") == run.value("cpu_cache_usage_perc") == 0
 
 
-def test_the_runs_do_what_they_are_for():
-    for name, figure in (("preempted", "num_preemptions_total"), ("planned ahead", "num_preemptions_total")):
-        with_it = Run(**RUNS[name]).whole()
-        assert with_it.value(figure) > 3
-        assert with_it.value("prefix_cache_hits_total") > 0
-        with_it.engine.close()
-    swapped = Run(**RUNS["swapped"]).whole()
-    assert swapped.value("swapped_blocks_total", direction="in") > 3
-    swapped.engine.close()
+def test_each_run_does_what_it_is_for(run):
+    needed = {"preempted": "num_preemptions_total", "planned ahead": "num_preemptions_total"}
+    if run.name in needed:
+        assert run.value(needed[run.name]) > 3
+        assert run.value("prefix_cache_hits_total") > 0
+    if run.name == "swapped":
+        assert run.value("swapped_blocks_total", direction="in") > 3
+    if run.name == "drafted":
+        assert run.value("spec_decode_num_accepted_tokens_total") > 0
 
 
-def test_accepted_drafts_are_counted_by_their_place():
-    run = Run(**RUNS["drafted"]).whole()
-    checks = [(len(d), n) for r in run.records for d, n in zip(r.drafts, r.num_accepted, strict=True) if d]
-    assert run.value("spec_decode_num_drafts_total") == len(checks) > 0
-    by_place = [run.value("spec_decode_num_accepted_tokens_per_pos_total", position=str(at)) for at in range(3)]
-    assert by_place == [sum(n > at for _, n in checks) for at in range(3)]
-    assert sum(by_place) == run.value("spec_decode_num_accepted_tokens_total") > 0
-    run.engine.close()
+def test_accepted_drafts_are_counted_by_their_place(run):
+    checks = [(len(d), n) for r in run.records if r.drafts for d, n in zip(r.drafts, r.num_accepted, strict=True) if d]
+    assert run.value("spec_decode_num_drafts_total") == len(checks)
+    if run.name == "drafted":
+        by_place = [run.value("spec_decode_num_accepted_tokens_per_pos_total", position=str(at)) for at in range(3)]
+        assert by_place == [sum(n > at for _, n in checks) for at in range(3)]
+        assert sum(by_place) == run.value("spec_decode_num_accepted_tokens_total")
 
 
 def test_gauges_are_read_from_the_engine_as_it_is():

@@ -82,7 +82,11 @@ def test_a_record_without_texts_holds_none_and_says_who_drew(llm):
         texts += [t for arrival in hidden.arrived for t in arrival.token_texts]
         assert set(texts) <= {HIDDEN, ""}
         assert [t >= 0 for t in hidden.token_ids] == [t >= 0 for t in record.token_ids]
-        ids = [*hidden.token_ids, *(t for row in hidden.drafts for t in row), *(t for a in hidden.arrived for t in a.token_ids)]
+        ids = [
+            *hidden.token_ids,
+            *(t for row in hidden.drafts for t in row),
+            *(t for a in hidden.arrived for t in a.token_ids),
+        ]
         assert max(ids, default=0) <= 0
         assert [len(row) for row in hidden.drafts] == [len(row) for row in record.drafts]
         assert hidden.num_new_tokens == record.num_new_tokens
@@ -184,7 +188,7 @@ def test_what_a_page_sends_is_not_trusted(llm):
         viewer = hub.open(True)
         await take(viewer, hub)
         for wrong in (
-            [], "x", 7, {}, {"type": 5}, {"type": "seek"}, {"type": "seek", "position": "far"}, {"type": "width", "width": None},
+            [], "x", 7, {}, {"type": 5}, {"type": "seek"}, {"type": "seek", "position": "far"}, {"type": "width"},
             {"type": "speed", "speed": float("nan")}, {"type": "card", "block": 10**9}, {"type": "card", "block": -1},
             {"type": "step", "delta": float("inf")}, {"type": "pin", "request": {"a": 1}}, {"type": "__init__"},
         ):  # fmt: skip
