@@ -118,6 +118,10 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _give_up(self, error: HttpError) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
+
     async def read(self, timeout: float) -> tuple[float, bytes] | None:
         """The next bytes and their moment; None at the connection's end.
 
@@ -127,11 +131,10 @@ class Connection(asyncio.Protocol):
         """
         if not self._came and not self.closed:
             loop = asyncio.get_running_loop()
-            self._waiter = waiter = loop.create_future()
-            silent = HttpError("timeout", f"nothing came for {timeout:g} s")
-            timer = loop.call_later(timeout, lambda: waiter.done() or waiter.set_exception(silent))
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout, self._give_up, HttpError("timeout", f"nothing came for {timeout:g} s"))
             try:
-                await waiter
+                await self._waiter
             finally:
                 timer.cancel()
         return self._came.popleft() if self._came else None
@@ -240,7 +243,7 @@ class HttpClient:
             raise HttpError("disconnected", "the server closed the connection without an answer") from None
 
     async def _connect(self) -> Connection:
-        host, tls = self._url.hostname, self._tls
+        host, tls = self._url.hostname or "", self._tls
         port = self._url.port or (443 if tls else 80)
         made = asyncio.get_running_loop().create_connection(lambda: Connection(self._clock), host, port, ssl=tls)
         try:

@@ -103,8 +103,7 @@ def run(
         topic="serve",
         setting=setting(
             model=target.model or (model if rows.measured() else "unknown"),
-            model_hash=None,
-            **({"dtype": "as served", "server": target.url} | known),
+            **({"model_hash": None, "dtype": "as served", "server": target.url} | known),
             workload=f"{workload.name}, {workload.num_prompts:,} requests, {'chat' if workload.chat else 'completions'}",
             workload_hash=workload_hash([(ask.prompt, ask.output) for ask in first]),
             pattern=asdict(workload) | {"max_concurrency": pattern.max_concurrency, "warm_up": pattern.warm_up},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +19,26 @@ from refimpl.bench.gpu_commands import limits_of
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from refimpl.bench.open_loop import Outcome
+    from refimpl.bench.result import Result
+    from refimpl.bench.serve import Target
+
+Measure = Callable[..., "Result"]
 KEY = "OPENAI_API_KEY"
+WorkloadName = Annotated[
+    str,
+    typer.Option(
+        help="PROMPT/OUTPUT lengths (64-1024/16-512), chat, short-long, long-prompts, mixed, prefix:8*1024+64/64, conv, code, "
+        "a trace (.csv), or prompts (.jsonl)."
+    ),
+]
+Rate = Annotated[
+    str, typer.Option(help="Requests a second, by commas (each is a row); inf: all at once; trace: as in the trace.")
+]
+Burstiness = Annotated[
+    float, typer.Option(help="Shape of the gaps' gamma distribution: 1 is Poisson, less makes bursts, more is even.")
+]
 
 
 @bench.command()
@@ -29,19 +50,9 @@ def serve(
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The model's name there; default: the first.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /chat/completions; else /completions.")] = False,
-    workload: Annotated[
-        str,
-        typer.Option(
-            help="PROMPT/OUTPUT lengths (64-1024/16-512), chat, short-long, long-prompts, mixed, prefix:8*1024+64/64, "
-            "conv, code, a trace (.csv), or prompts (.jsonl)."
-        ),
-    ] = "chat",
-    request_rate: Annotated[
-        str, typer.Option(help="Requests a second, by commas (each is a row); inf: all at once; trace: as in the trace.")
-    ] = "inf",
-    burstiness: Annotated[
-        float, typer.Option(help="Shape of the gaps' gamma distribution: 1 is Poisson, less makes bursts, more is even.")
-    ] = 1.0,
+    workload: WorkloadName = "chat",
+    request_rate: Rate = "inf",
+    burstiness: Burstiness = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(help="Keep requests back while so many are under way.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests of each row.")] = 200,
     warm_up: Annotated[int, typer.Option(help="Requests before each row that are not measured.")] = 4,
@@ -69,30 +80,43 @@ def serve(
     from refimpl.bench.result import report_result
     from refimpl.bench.serve import Pattern, Target, run
     from refimpl.bench.serve_plots import write_plots
-    from refimpl.bench.serve_process import flags_of, served
     from refimpl.bench.serve_workload import Workload
 
+    body = ({"ignore_eos": True} if ignore_eos else {}) | _body(extra_body)
     asked = Workload(workload, num_prompts, seed, burstiness, vocab_size, chat, output_len)
     pattern = Pattern(_rates(request_rate), max_concurrency, warm_up, limits_of(goodput))
     for rate in pattern.rates:
         asked.asks(rate)  # wrong options fail before a server is started
-    flags = flags_of(engine_options)
-    if url is not None and (named := flags_of({"model": engine_options["model"]})):
-        served_model_name, flags = served_model_name or named[1], flags_of(engine_options | {"model": None})
-    if url is not None and (flags or server_args):
-        raise ConfigError(
-            f"{' '.join(flags) or '--server-args'} is for a server that is started here; with --url leave it out"
-        )
-    body = ({"ignore_eos": True} if ignore_eos else {}) | _body(extra_body)
-    outcomes: dict[str, Any] = {}
-    own = served([*flags, *shlex.split(server_args)]) if url is None else contextlib.nullcontext(url)
-    known = {} if url is not None else {"dtype": engine_options["dtype"], "server": f"refimpl serve {server_args}".strip()}
-    with own as address:
-        target = Target(address, served_model_name, os.environ.get(KEY), timeout, body)
-        result = run(target, asked, pattern, max_minutes, outcomes, **known)
+    target = Target(url or "", served_model_name, os.environ.get(KEY), timeout, body)
+    outcomes: dict[str, Outcome] = {}
+    measure = partial(run, workload=asked, pattern=pattern, max_minutes=max_minutes, outcomes=outcomes)
+    result = (
+        _there(target, measure, engine_options, server_args) if url else _here(target, measure, engine_options, server_args)
+    )
     if plot is not None:
         write_plots(plot, outcomes)
     report_result(result, as_json, save)
+
+
+def _there(target: Target, measure: Measure, engine_options: dict[str, Any], server_args: str) -> Result:
+    """Measure a server that runs. Of the engine options its model's name alone means something."""
+    from refimpl.bench.serve_process import flags_of
+
+    named = flags_of({"model": engine_options["model"]})
+    if flags := [*flags_of(engine_options | {"model": None}), *shlex.split(server_args)]:
+        raise ConfigError(f"{' '.join(flags)} is for a server that is started here; with --url leave it out")
+    return measure(replace(target, model=target.model or (named[1] if named else None)))
+
+
+def _here(target: Target, measure: Measure, engine_options: dict[str, Any], server_args: str) -> Result:
+    """Start a server, measure it, and end it."""
+    from refimpl.bench.serve_process import flags_of, served
+    from refimpl.loading.checkpoint import open_checkpoint
+
+    fingerprint = open_checkpoint(engine_options["model"]).fingerprint()
+    known = {"dtype": engine_options["dtype"], "model_hash": fingerprint, "server": f"refimpl serve {server_args}".strip()}
+    with served([*flags_of(engine_options), *shlex.split(server_args)]) as url:
+        return measure(replace(target, url=url), **known)
 
 
 def _rates(text: str) -> tuple[float | None, ...]:

@@ -266,7 +266,8 @@ class EngineCounts:
         out, back = c["swapped_out"], c["swapped_in"]
         computed = c["prompt_tokens"] - c["prompt_tokens_cached"]
         plain = ("num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens")
-        return {name: {(): c[name]} for name in plain} | {
+        counted: dict[str, dict[Labels, float]] = {name: {(): c[name]} for name in plain}
+        return counted | {
             "swapped_blocks": {("out",): out, ("in",): back},
             "kv_offload_total_bytes": {
                 ("GPU_to_CPU",): out * self._block_bytes,

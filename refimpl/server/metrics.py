@@ -13,7 +13,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from refimpl.server.engine_counts import EngineCounts, Labels, Snapshot
 from refimpl.server.metric_names import METRICS, MetricName
@@ -89,8 +88,7 @@ class ServerMetrics(Collector):
             for label, snapshot in snapshots.items():
                 bounds, counts, total = snapshot.histograms[metric.name]
                 buckets = [
-                    (floatToGoString(bound), float(count))
-                    for bound, count in zip((*bounds, float("inf")), counts, strict=True)
+                    (_bound(bound), float(count)) for bound, count in zip((*bounds, float("inf")), counts, strict=True)
                 ]
                 histogram.add_metric(self._labels(label), buckets, total)
             return histogram
@@ -103,3 +101,8 @@ class ServerMetrics(Collector):
 
     def _labels(self, engine: str, more: Labels = ()) -> list[str]:
         return [self._model_name, engine, *more]
+
+
+def _bound(value: float) -> str:
+    """A bucket's label, as Prometheus's own clients write it."""
+    return "+Inf" if value == float("inf") else str(float(value))

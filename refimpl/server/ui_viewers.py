@@ -215,7 +215,7 @@ class Viewer:
         texts = [json.dumps(message, separators=(",", ":")) for message in messages]
         self._asked = None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-            self._loop.call_soon_threadsafe(lambda: asked.done() or asked.set_result(texts))
+            self._loop.call_soon_threadsafe(_give, asked, texts)
 
     # ------------------------------------------------------------------ in the event loop
 
@@ -223,6 +223,12 @@ class Viewer:
         """A future for the next messages, as JSON."""
         self._asked = asked = self._loop.create_future()
         return asked
+
+
+def _give(asked: asyncio.Future[list[str]], texts: list[str]) -> None:
+    """In the event loop: whoever asked may have left meanwhile."""
+    if not asked.done():
+        asked.set_result(texts)
 
 
 class Hub:

@@ -329,7 +329,7 @@ def test_a_browser_draws_what_runs_and_goes_back(llm, tmp_path):
         last = len(llm.engine.events.records) - 1
         assert view.get_attribute("data-position") == str(last)
         assert "Texts are hidden" in page.locator("#note").inner_text()
-        page.locator("[data-figure=batch_timeline] canvas").first.wait_for()
+        page.locator("[data-figure=batch_timeline] canvas:visible").first.wait_for()
         generate(llm)
         wait_until(lambda: view.get_attribute("data-position") == str(len(llm.engine.events.records) - 1))
         page.locator("button[aria-label='Step back']").click()
