@@ -29,8 +29,8 @@ KEY = "OPENAI_API_KEY"
 WorkloadName = Annotated[
     str,
     typer.Option(
-        help="PROMPT/OUTPUT lengths (64-1024/16-512), chat, short-long, long-prompts, mixed, prefix:8*1024+64/64, conv, code, "
-        "a trace (.csv), or prompts (.jsonl)."
+        help="PROMPT/OUTPUT lengths (64-1024/16-512), chat, short-long, long-prompts, mixed, prefix:8*1024+64/64, conv, "
+        "code, a trace (.csv), or prompts (.jsonl)."
     ),
 ]
 Rate = Annotated[
