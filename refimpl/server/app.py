@@ -11,7 +11,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-import refimpl
 from refimpl.server.chat import chat
 from refimpl.server.completions import completions
 from refimpl.server.door import Door, DoorRules
@@ -37,7 +36,7 @@ def make_app(service: Service, rules: DoorRules | None = None) -> FastAPI:
     """The ASGI app over a service."""
     app = FastAPI(
         title="refimpl",
-        version=refimpl.__version__,
+        version=service.version,
         docs_url=None,  # its page would load scripts from elsewhere
         redoc_url=None,
         lifespan=lambda _: _watching(service),
@@ -97,7 +96,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", summary="The version of refimpl.")
     async def version() -> Response:
-        return _json({"version": refimpl.__version__})
+        return _json({"version": service.version})
 
     @app.get("/load", summary="Requests under way, and sequences that run and wait.")
     async def load() -> Response:

@@ -130,7 +130,7 @@ class CompletionChoices:
         if self._scores_only:
             token_ids, text = [], ""
         told_ids = bool(request.return_token_ids or request.logprobs is not None)
-        if not (text or sample.finished or first or (told_ids and token_ids)):
+        if not (text or sample.finished or (first and request.echo) or (told_ids and token_ids)):
             return None  # its text is held back: it may become a stop string, or a character
         if open_choice is None:
             open_choice = self._open[index] = self._begin(number)

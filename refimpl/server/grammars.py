@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Kind = Literal["json", "regex", "choice", "grammar"]
+WHITESPACE = r"(\n {0,32}| ?)"
+"""What may stand between the parts of JSON: a space, or a new line with its indentation. With any at all, a model that
+begins with spaces may never end with them."""
 ANY_OBJECT = '{"type":"object"}'
 
 
@@ -137,7 +140,7 @@ def _grammar(kind: Kind, text: str) -> str:
     from llguidance import LLMatcher
 
     if kind == "json":
-        return str(LLMatcher.grammar_from_json_schema(text))
+        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(text))
     if kind == "choice":
@@ -180,7 +183,7 @@ def asked_grammar(request: SamplingFields, limits: Limits) -> tuple[Kind, str] |
     [(name, kind, value)] = found
     if request.ignore_eos or request.min_tokens:
         raise bad_request(f"{name} ends the text where it is complete; leave out ignore_eos and min_tokens", name)
-    if kind == "choice" and not all(value):
+    if kind == "choice" and not (value and all(value)):
         raise bad_request(f"{name} must be a list of texts, none of them empty", name)
     if kind == "json" and isinstance(value, str):
         value = _parsed(name, value)

@@ -19,6 +19,7 @@ UNSUPPORTED: dict[str, str] = {
     "function_call": "functions are not supported",
     "chat_template": "this server renders the model's own chat template alone, since a template is a program",
     "documents": "documents are not supported; put their texts into messages",
+    "modalities": "this server answers with text alone",
     "audio": "audio is not supported",
     "web_search_options": "web search is not supported",
     "prompt_embeds": "prompts are texts or token ids",
@@ -31,7 +32,8 @@ UNSUPPORTED: dict[str, str] = {
     "watermark": "watermarks are not supported",
 }
 """Fields that would change the answer: refused unless null, false or empty."""
-EMPTY = (None, False, "", 0)
+EMPTY: tuple[Any, ...] = (None, False, "", 0, [], {})
+HARMLESS: dict[str, Any] = {"function_call": "none", "modalities": ["text"]}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 
@@ -69,12 +71,10 @@ def _top(field: str | None) -> str | None:
 
 
 def _check_supported(name: str, raw: msgspec.Raw) -> None:
-    if name == "modalities" and _plain(raw) not in (None, ["text"], []):
-        raise bad_request("this server answers with text alone", name, "unsupported")
     if name not in UNSUPPORTED:
         return
     value = _plain(raw)
-    if value not in EMPTY and value != [] and value != {} and value != "none":
+    if value not in EMPTY and value != HARMLESS.get(name):
         raise bad_request(f"{name}: {UNSUPPORTED[name]}", name, "unsupported")
 
 

@@ -110,7 +110,8 @@ class Runner(uvicorn.Server):
     def stop(self) -> None:
         """Let answers finish and end; at once, if it is said again. Any thread may call this."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._drain, 0.0 if self.should_exit else self._shutdown_timeout)
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._drain, 0.0 if self.should_exit else self._shutdown_timeout)
         self.should_exit = True
 
     def _drain(self, seconds: float) -> None:

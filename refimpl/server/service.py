@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 
 from refimpl.server.client import EngineClient
 from refimpl.server.errors import RETRY_AFTER, ApiError
@@ -21,6 +22,8 @@ class Service:
     """Names that the model answers to; the first stands in replies."""
     limits: Limits = field(default_factory=Limits)
     in_flight: InFlight = field(default_factory=InFlight)
+    version: str = field(default_factory=lambda: installed_version())
+    """Of refimpl."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -62,6 +65,14 @@ class Service:
     def end_all(self) -> None:
         """End what is under way: the time to shut down is over."""
         self.in_flight.end_all(ApiError(503, "this server shut down before the answer was whole", code="shutting_down"))
+
+
+def installed_version() -> str:
+    """The version of refimpl that is installed."""
+    try:
+        return version("refimpl")
+    except PackageNotFoundError:  # a checkout that was not installed
+        return "unknown"
 
 
 def stuck(trouble: str) -> ApiError:

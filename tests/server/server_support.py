@@ -16,7 +16,7 @@ from refimpl.server.limits import Limits
 from refimpl.server.runner import Listening, Runner
 from refimpl.server.service import Service
 
-ENGINE = {"max_model_len": 512, "num_gpu_blocks_override": 256, "max_num_seqs": 64, "max_logprobs": 20}
+ENGINE = {"dtype": "float64", "max_model_len": 512, "num_gpu_blocks_override": 256, "max_num_seqs": 64, "max_logprobs": 20}
 
 
 class LiveServer:

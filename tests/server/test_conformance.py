@@ -8,6 +8,7 @@ from server_support import events
 
 from refimpl import SamplingParams
 
+GO_ON = {"ignore_eos": True}
 MESSAGES = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Grüße, 世界 🙂"}]
 
 
@@ -25,8 +26,8 @@ def engine_text(server, prompt, **options):
 
 
 def test_a_completion_is_what_the_engine_generates(server):
-    reply = server.openai.completions.create(model="tiny", prompt="Hello", max_tokens=12, seed=3)
-    expected = engine_text(server, "Hello", max_tokens=12, seed=3).outputs[0]
+    reply = server.openai.completions.create(model="tiny", prompt="Hello", max_tokens=12, seed=3, extra_body=GO_ON)
+    expected = engine_text(server, "Hello", max_tokens=12, seed=3, ignore_eos=True).outputs[0]
     assert reply.object == "text_completion"
     assert reply.id.startswith("cmpl-")
     assert reply.model == "tiny"
@@ -47,17 +48,20 @@ def test_a_completion_is_what_the_engine_generates(server):
     ],
 )
 def test_prompts_of_every_kind_and_usage_summed_over_choices(server, prompt, sizes):
-    reply = server.openai.completions.create(model="tiny", prompt=prompt, n=2, max_tokens=5, seed=1)
+    reply = server.openai.completions.create(model="tiny", prompt=prompt, n=2, max_tokens=5, seed=1, extra_body=GO_ON)
     assert [choice.index for choice in reply.choices] == list(range(2 * len(sizes)))
     assert reply.usage.prompt_tokens == sum(sizes)
     assert reply.usage.completion_tokens == 5 * 2 * len(sizes)
     prompts = [prompt] if len(sizes) == 1 else prompt
-    alone = [server.openai.completions.create(model="tiny", prompt=one, n=2, max_tokens=5, seed=1) for one in prompts]
+    alone = [
+        server.openai.completions.create(model="tiny", prompt=one, n=2, max_tokens=5, seed=1, extra_body=GO_ON)
+        for one in prompts
+    ]
     assert [choice.text for choice in reply.choices] == [choice.text for one in alone for choice in one.choices]
 
 
 def test_a_stream_of_several_prompts_and_samples_is_the_whole_reply(server):
-    arguments = {"model": "tiny", "prompt": ["ab", "cde"], "n": 3, "max_tokens": 9, "seed": 5}
+    arguments = {"model": "tiny", "prompt": ["ab", "cde"], "n": 3, "max_tokens": 9, "seed": 5, "extra_body": GO_ON}
     whole = server.openai.completions.create(**arguments)
     texts, reasons = dict.fromkeys(range(6), ""), {}
     usage = None
@@ -77,7 +81,7 @@ def test_a_stream_of_several_prompts_and_samples_is_the_whole_reply(server):
 
 
 def test_the_first_chunks_say_no_usage_and_the_stream_ends_with_done(server):
-    body = {"prompt": "x", "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     told = events(server.complete(**body).text)
     assert told[-1] == "[DONE]"
     assert [json.loads(one)["usage"] is None for one in told[:-1]] == [True] * (len(told) - 2) + [False]
@@ -150,18 +154,28 @@ def test_max_tokens_0_scores_a_prompt(server):
 
 
 def test_stop_strings_and_stop_ids_end_a_text(server):
-    whole = server.openai.completions.create(model="tiny", prompt="Hello", max_tokens=40, seed=3)
-    text = whole.choices[0].text
+    arguments = {"model": "tiny", "prompt": "Hello", "max_tokens": 40, "seed": 3}
+    text = server.openai.completions.create(**arguments, extra_body=GO_ON).choices[0].text
     stop = text[5:7]
-    cut = server.openai.completions.create(model="tiny", prompt="Hello", max_tokens=40, seed=3, stop=[stop])
+    cut = server.openai.completions.create(**arguments, extra_body=GO_ON, stop=[stop])
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
     assert cut.choices[0].stop_reason == stop
     kept = server.openai.completions.create(
-        model="tiny", prompt="Hello", max_tokens=40, seed=3, stop=stop, extra_body={"include_stop_str_in_output": True}
+        model="tiny",
+        prompt="Hello",
+        max_tokens=40,
+        seed=3,
+        ignore_eos=True,
+        stop=stop,
+        extra_body={"include_stop_str_in_output": True},
     )
     assert kept.choices[0].text == text[: text.index(stop)] + stop
-    ids = server.complete(prompt="Hello", max_tokens=40, seed=3, return_token_ids=True).json()["choices"][0]["token_ids"]
-    stopped = server.complete(prompt="Hello", max_tokens=40, seed=3, stop_token_ids=[ids[4]], return_token_ids=True)
+    ids = server.complete(prompt="Hello", max_tokens=40, seed=3, ignore_eos=True, return_token_ids=True).json()["choices"][
+        0
+    ]["token_ids"]
+    stopped = server.complete(
+        prompt="Hello", max_tokens=40, seed=3, ignore_eos=True, stop_token_ids=[ids[4]], return_token_ids=True
+    )
     [choice] = stopped.json()["choices"]
     assert choice["token_ids"] == ids[: ids.index(ids[4]) + 1]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[4])
@@ -263,9 +277,10 @@ def test_a_chat_streams_its_role_first_and_then_the_same_text(server):
 
 
 def test_the_clients_own_helper_for_streams_works(server):
-    with server.openai.chat.completions.stream(model="tiny", messages=MESSAGES, max_tokens=5, seed=1) as stream:
+    arguments = {"model": "tiny", "messages": MESSAGES, "seed": 1, "logit_bias": {"98": 9, "97": 9}, "stop": "ab"}
+    with server.openai.chat.completions.stream(**arguments) as stream:
         final = stream.get_final_completion()
-    whole = server.openai.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5, seed=1)
+    whole = server.openai.chat.completions.create(**arguments)
     assert final.choices[0].message.content == whole.choices[0].message.content
 
 

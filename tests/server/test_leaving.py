@@ -98,6 +98,7 @@ def test_shutting_down_lets_answers_finish():
     asking.join()
     assert replies[0].status_code == 200
     assert len(replies[0].json()["choices"][0]["text"]) > 0
+    server.thread.join(20)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health", trust_env=False)
     server.close()
