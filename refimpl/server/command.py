@@ -17,7 +17,7 @@ from refimpl.server.known_flags import MOST_QUEUED, notes
 from refimpl.server.limits import Limits
 
 log = logging.getLogger("refimpl.server")
-NEEDED = ("fastapi", "uvicorn", "llguidance", "yaml")
+NEEDED = ("fastapi", "uvicorn", "llguidance", "prometheus_client", "yaml")
 
 
 def _take_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -66,7 +66,11 @@ def serve(
         float, typer.Option(min=0, help="Seconds in which answers may finish after SIGTERM or Ctrl-C.")
     ] = 30.0,
     stuck_after: Annotated[float, typer.Option(min=1, help="Seconds in one step after which /health says 503.")] = 60.0,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Engines of this model on this machine, each with a cache of its own; a GPU each.")
+    ] = 1,
     ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Serve the page /ui.")] = True,
+    vllm_metrics: Annotated[bool, typer.Option(help="Show figures at /metrics under vLLM's names too.")] = True,
     log_level: Annotated[str, typer.Option(help="debug, info (a line a request), warning or error.")] = "info",
     use_v2_block_manager: Annotated[bool, typer.Option(help="Of older vLLM; changes nothing.")] = False,
     limit_options: dict[str, Any],
@@ -103,6 +107,8 @@ def serve(
         origins=tuple(allowed_origins or ()),
         stuck_after=stuck_after,
         ui=ui,
+        vllm_metrics=vllm_metrics,
+        data_parallel_size=data_parallel_size,
     ).run(args)
 
 

@@ -21,6 +21,8 @@ log = logging.getLogger("refimpl.server")
 
 OPEN_PATHS = ("/health", "/ready", "/version")
 """Asked by whoever watches over processes; they say nothing of anybody's requests, and need no key."""
+UI = "/ui"
+"""A browser sends no key with an address. What needs one there (texts) asks for it itself."""
 QUIET_PATHS = ("/health", "/ready", "/metrics")
 """Asked every few seconds: logged at DEBUG."""
 CLIENT_CLOSED_REQUEST = 499
@@ -134,7 +136,7 @@ class Door:
         return self._check_origin(headers)
 
     def _check_key(self, scope: Scope, headers: dict[bytes, str], visit: Visit) -> None:
-        if self._rules.api_keys and scope["path"] not in OPEN_PATHS:
+        if self._rules.api_keys and not _is_open(scope["path"]):
             visit.tenant = self._tenant(headers)
 
     def _check_origin(self, headers: dict[bytes, str]) -> list[tuple[bytes, bytes]]:
@@ -188,6 +190,10 @@ async def _answer_preflight(headers: dict[bytes, str], send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": 204, "headers": allowed})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path == UI or path.startswith(f"{UI}/")
 
 
 def _visit(scope: Scope, headers: dict[bytes, str]) -> Visit:

@@ -15,6 +15,7 @@ from refimpl.kernels.philox import mix_seed
 from refimpl.outputs import CompletionOutput, RequestOutput
 from refimpl.step_loop import STEP_FAILED
 from refimpl.step_thread import Mailbox
+from refimpl.watchdog import PATIENCE
 
 if TYPE_CHECKING:
     from refimpl.server.router import Replicas
@@ -37,11 +38,14 @@ class Replica:
     """Why it gets no more requests, in a sentence."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def trouble(self) -> str | None:
-        """Why it gets no more requests; None while it does."""
+    def trouble(self, patience: float = PATIENCE) -> str | None:
+        """Why it gets no more requests; None while it does. One that is stuck in a step gets more when that is over."""
         if self.lost is None and not self.llm.engine.is_open:
             self.lost = f"replica {self.name} is closed"
-        return self.lost
+        if self.lost is not None:
+            return self.lost
+        found = self.llm.trouble(patience)
+        return None if found is None else f"replica {self.name}: {found}"
 
     def took(self) -> None:
         """It was given a request."""

@@ -30,6 +30,7 @@ from refimpl.sampling_params import SamplingParams
 from refimpl.server.replica import Replica, RoutedStream, options_by_replica
 from refimpl.server.routing import choose, prefix_key
 from refimpl.tokenizer.tokenizer import Message, Tokenizer
+from refimpl.watchdog import PATIENCE
 
 T = TypeVar("T")
 
@@ -119,13 +120,9 @@ class Replicas:
             self._owners.pop(request_id, None)
         replica.gave(failed)
 
-    def trouble(self, stuck_after: float = 60.0) -> str | None:
-        """Why nothing can be generated, in a sentence; None while one replica lives."""
-        for replica in self.members:
-            stuck = getattr(replica.llm, "trouble", None)
-            if replica.lost is None and stuck is not None:
-                replica.lost = stuck(stuck_after)
-        found = [replica.trouble() for replica in self.members]
+    def trouble(self, stuck_after: float = PATIENCE) -> str | None:
+        """Why nothing can be generated, in a sentence; None while one replica answers."""
+        found = [replica.trouble(stuck_after) for replica in self.members]
         return None if None in found else "; ".join(filter(None, found))
 
     # ------------------------------------------------------------------ requests
@@ -175,7 +172,7 @@ class Replicas:
 
     def _stream(self, prompt: str | list[int], params: Any, request_id: str | None, options: dict[str, Any]) -> RoutedStream:
         chosen = f"async-{next(self._numbers)}" if request_id is None else request_id
-        long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
+        long = len(prompt) > LONG_TEXT
         stream = RoutedStream(self, chosen)
         stream.prepare_with(lambda: self.engine.prepare(chosen, prompt, params, **options), later=long)
         return stream

@@ -8,13 +8,18 @@ import logging
 import sys
 from dataclasses import dataclass, field
 
-from refimpl.async_llm import AsyncLLM
+from fastapi import FastAPI
+
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError
 from refimpl.server.app import make_app
-from refimpl.server.client import STUCK_AFTER, LocalClient
+from refimpl.server.client import STUCK_AFTER
 from refimpl.server.door import LOOPBACK_NAMES, DoorRules
 from refimpl.server.limits import Limits
+from refimpl.server.metrics import ServerMetrics
+from refimpl.server.observing import observe
+from refimpl.server.replicas_client import ReplicasClient
+from refimpl.server.router import Replicas
 from refimpl.server.runner import Listening, Runner
 from refimpl.server.service import Service
 
@@ -33,6 +38,8 @@ class Serving:
     origins: tuple[str, ...] = ()
     stuck_after: float = STUCK_AFTER
     ui: bool = True
+    vllm_metrics: bool = True
+    data_parallel_size: int = 1
 
     def run(self, args: EngineArgs) -> None:
         """Load the model, and serve it until a signal ends this.
@@ -44,13 +51,30 @@ class Serving:
         listening = self.listening
         with listening.bind() as bound:
             options = {one.name: getattr(args, one.name) for one in dataclasses.fields(args)}
-            with AsyncLLM(**options) as llm:
-                service = Service(LocalClient(llm, self.stuck_after), self.names, self.limits)
+            with Replicas(**options, data_parallel_size=self.data_parallel_size) as llm:
+                service = Service(ReplicasClient(llm, self.stuck_after), self.names, self.limits)
                 app = make_app(service, self.rules())
+                metrics = self.observe(app, service, llm)
                 _warm_up(llm)
                 ready = f"refimpl serves {self.names[0]} at {listening.url(bound)}/v1"
                 Runner(app, service, listening, lambda: _say(ready)).run([bound])
+                metrics.close()
             log.info("the server has ended")
+
+    def observe(self, app: FastAPI, service: Service, llm: Replicas) -> ServerMetrics:
+        """Show figures and pictures of the engines. Pictures are made of their logs, where they keep one."""
+        ui = self.ui and llm.engine.args.event_log_size > 0
+        if self.ui and not ui:
+            log.info("there is no /ui: with --event-log-size 0 nothing is recorded")
+        return observe(
+            app,
+            llm.engines,
+            self.names[0],
+            api_keys=self.api_keys,
+            ui=ui,
+            vllm_names=self.vllm_metrics,
+            ending=lambda: service.in_flight.closed,
+        )
 
     def rules(self) -> DoorRules:
         """Who may come in. A server for this machine alone answers to this machine's names."""
@@ -66,7 +90,7 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _warm_up(llm: AsyncLLM) -> None:
+def _warm_up(llm: Replicas) -> None:
     """What the first request would wait for: transformers, which renders chats. What is there now is never garbage."""
     tokenizer = llm.get_tokenizer()
     if tokenizer.has_chat_template:
