@@ -92,7 +92,7 @@ def test_one_that_is_dropped_gives_back_its_thread_and_its_tensors(overlap):
     gc.collect()
     assert engine() is None
     assert storage.size() == 0
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert outputs[0].finished
 
 

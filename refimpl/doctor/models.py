@@ -15,16 +15,10 @@ from refimpl.errors import OutOfMemoryError, RefimplError
 from refimpl.executor import gpu_memory, memory, memory_advice
 from refimpl.executor.device import free_host_memory
 from refimpl.loading.checkpoint import open_checkpoint
-from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached, hub_folder_if_cached
+from refimpl.loading.hub import hub_cache, hub_folder_if_cached
+from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached
 from refimpl.quantization.choose import choose_method, why_not_fp8
 from refimpl.quantization.method import weight_bytes
-
-
-def hub_cache() -> Path:
-    """Where the Hugging Face Hub's own programs keep models."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
 
 
 def check_models() -> list[Finding]:

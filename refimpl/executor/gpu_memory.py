@@ -17,6 +17,7 @@ from refimpl.executor.trial import trial_runner, trial_step
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.choose import choose_method, why_not_fp8
 from refimpl.quantization.method import bytes_of_any_dtype, weight_bytes
+from refimpl.quantization.plain import PLAIN
 from refimpl.sampling_numbers import SamplingNumbers
 
 LEAST_TOKENS = 16
@@ -25,23 +26,30 @@ SAMPLED_GRAPHS = 4
 """Graphs recorded beside the largest, to see what each further one takes."""
 
 
-def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DeviceMemory:
-    """The sums before anything is loaded: what is on the card, and what is known of the engine by arithmetic."""
+def before_loading(
+    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, draft: ModelConfig | None = None
+) -> DeviceMemory:
+    """The sums before anything is loaded: what is on the card, and what is known of the engine by arithmetic.
+
+    Weights and cache of a ``draft`` model count with the model's; they are in ``dtype`` however its own are held.
+    """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
     method = choose_method(args.quantization, device)
+    drafts = 0 if draft is None else weight_bytes(draft, PLAIN, dtype.itemsize)
+    drafted = 0 if draft is None else memory.block_bytes(draft, args.block_size, dtype.itemsize)
     return DeviceMemory(
         total=total,
         taken=total - free,
         of_this_process=torch.cuda.memory_reserved(device),
-        weights=weight_bytes(config, method, dtype.itemsize),
+        weights=weight_bytes(config, method, dtype.itemsize) + drafts,
         weights_of_any_dtype=bytes_of_any_dtype(config, method),
-        weights_in_fp8=_weights_in_fp8(args, config, dtype, device),
+        weights_in_fp8=_weights_in_fp8(args, config, dtype, device, drafts),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
         vocab_size=config.vocab_size,
-        block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize),
+        block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize) + drafted,
         block_size=args.block_size,
         bytes_per_value=dtype.itemsize,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -52,11 +60,13 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
     )
 
 
-def _weights_in_fp8(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+def _weights_in_fp8(
+    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, drafts: int
+) -> tuple[int, int]:
     if args.quantization is not None or why_not_fp8(device):
         return 0, 0
     fp8 = choose_method("fp8", device)
-    return weight_bytes(config, fp8, dtype.itemsize), bytes_of_any_dtype(config, fp8)
+    return weight_bytes(config, fp8, dtype.itemsize) + drafts, bytes_of_any_dtype(config, fp8)
 
 
 def with_weights(before: DeviceMemory, device: torch.device) -> DeviceMemory:

@@ -160,6 +160,12 @@ class GGUFCheckpoint:
             if name != ROPE_DIVISORS:  # part of the configuration
                 yield self._hugging_face(name, self._dequantize(name))
 
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor's name and shape by the file's header, as tensors without numbers (on the device "meta")."""
+        for name, tensor in self._file.tensors.items():
+            if name != ROPE_DIVISORS:
+                yield _hugging_face_name(name), torch.empty(tensor.shape, dtype=torch.float32, device="meta")
+
     def _dequantize(self, name: str) -> Tensor:
         from gguf import dequantize
 
@@ -174,15 +180,12 @@ class GGUFCheckpoint:
             ) from error
 
     def _hugging_face(self, name: str, values: Tensor) -> tuple[str, Tensor]:
-        """Hugging Face's name and row order. Unknown names stay, and are then named as extra."""
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-        if match is None or match[2] not in LAYER_NAMES:
-            return TOP_NAMES.get(name, name), values
-        if match[2] in ("attn_q", "attn_k"):
-            heads = self.config.num_attention_heads if match[2] == "attn_q" else self.config.num_key_value_heads
+        """Hugging Face's name and row order."""
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            heads = self.config.num_attention_heads if "attn_q" in name else self.config.num_key_value_heads
             if values.shape[0] == heads * self.config.head_dim:  # else it is named as misshapen
                 values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight", values
+        return _hugging_face_name(name), values
 
     def tokenizer(self) -> Tokenizer:
         """From inside the file, read by transformers."""
@@ -192,3 +195,11 @@ class GGUFCheckpoint:
         """blake2b of the whole file."""
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _hugging_face_name(name: str) -> str:
+    """Hugging Face's name of a tensor. Unknown names stay, and are then named as extra."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is None or match[2] not in LAYER_NAMES:
+        return TOP_NAMES.get(name, name)
+    return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight"

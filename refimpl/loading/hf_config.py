@@ -186,4 +186,8 @@ def _no_config(path: Path) -> str:
     gguf = sorted(path.parent.glob("*.gguf"))
     if gguf:
         return f"{path.parent} has no {path.name}, but GGUF files: give one as the model, such as {gguf[0]}"
+    if any(path.parent.glob("*.pth")):
+        beside = path.parent.parent
+        there = f": give {beside} instead" if (beside / path.name).exists() else ", with config.json and safetensors"
+        return f"{path.parent} holds .pth files of Meta's own layout; refimpl reads Hugging Face's{there}"
     return f"{path.parent} has no {path.name}; give a checkpoint folder in Hugging Face's layout, or a GGUF file"

@@ -55,6 +55,10 @@ class TransformersCheckpoint:
         """The tensors themselves; the engine copies them."""
         yield from self._model.state_dict().items()
 
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """The same: they are in memory already."""
+        return self.weights()
+
     def tokenizer(self) -> Tokenizer:
         """The one that was given, or bytes."""
         if self._tokenizer is None:

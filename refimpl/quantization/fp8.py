@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from refimpl.kernels import reference
 from refimpl.kernels.by_triton import by_triton
+from refimpl.kernels.transfer import pieces_on
 from refimpl.layers.activation import silu_mul
 from refimpl.layers.norm import RMSNorm
 from refimpl.quantization.method import Destination, Matrix, Quantised, Rows
 
-ROWS_AT_ONCE = 4096
-"""Output channels that are quantised together: what that takes beside is two float32 copies of them."""
 SCALED_MM_MULTIPLE = 16
 """Sizes of a matrix that torch's FP8 product takes are multiples of it."""
 
@@ -103,12 +102,11 @@ class QuantisedPart:
         return self._values.device
 
     def copy_(self, source: Float[Tensor, "R C"], /) -> None:
-        """Quantise a matrix, from the dtype that it has."""
-        pieces = (tensor.split(ROWS_AT_ONCE) for tensor in (source, self._values, self._scales))
-        for rows, values, scales in zip(*pieces, strict=True):
-            quantised = reference.quantise(rows.to(self.device))
-            values.copy_(quantised[0])
-            scales.copy_(quantised[1])
+        """Quantise a matrix, from the dtype that it has; what that takes beside is a piece in float32, twice."""
+        for rows, piece in pieces_on(source, self.device):
+            values, scales = reference.quantise(piece)
+            self._values[rows].copy_(values)
+            self._scales[rows].copy_(scales)
 
     def normal_(self, mean: float, std: float, /, *, generator: torch.Generator | None = None) -> None:
         """Quantise random numbers: those that a matrix in the model's dtype would be filled with."""

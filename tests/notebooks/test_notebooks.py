@@ -51,7 +51,7 @@ def texts(cell):
 
 def test_there_are_notebooks():
     names = ["00_quickstart", "01_kv_cache", "02_fragmentation", "03_paged_attention", "04_continuous_batching"]
-    names += ["05_attention", "06_speculation"]
+    names += ["05_attention", "06_speculation", "08_the_numbers"]
     assert [path.stem for path in NOTEBOOKS][: len(names)] == names
 
 
