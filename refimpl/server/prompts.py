@@ -82,7 +82,7 @@ async def read_prompts(
         return [await _of_text(service, given, cut, add_special_tokens)]
     kinds = {type(item) for item in given}
     if kinds == {int}:
-        return [Prompt(cut.apply(list(given), service))]
+        return [Prompt(cut.apply([*given], service))]
     if kinds not in ({str}, {list}):
         raise bad_request("prompt must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
     service.limits.check_count("prompt", given, service.limits.max_prompts, "prompts")

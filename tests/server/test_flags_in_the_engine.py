@@ -20,15 +20,11 @@ def served():
         server.close()
 
 
-def steps(server):
-    return [record for record in server.llm.engine.events if record.token_ids is not None]
-
-
 def test_limits_of_a_step_and_the_size_of_blocks(served):
     server = served(max_num_batched_tokens=32, max_num_seqs=2, block_size=8)
     assert server.complete(**BODY, n=4).status_code == 200
     engine = server.llm.engine
-    batches = [record.num_new_tokens for record in engine.events]
+    batches = [record.num_new_tokens for record in engine.events.records]
     assert max(map(sum, batches)) == 32  # the prompt of 80 comes in chunks
     assert max(map(len, batches)) == 2
     assert engine.scheduler.kv.block_size == 8
@@ -48,13 +44,13 @@ def test_speculation_drafts_and_says_the_same(served):
     )
     body = {**BODY, "temperature": 0, "logit_bias": {"97": 30, "98": 30}}
     assert drafting.complete(**body).json()["choices"] == plain.complete(**body).json()["choices"]
-    assert sum(bool(record.drafts) for record in drafting.llm.engine.events) > 0
+    assert sum(bool(record.drafts) for record in drafting.llm.engine.events.records) > 0
 
 
 def test_swap_space_is_used_when_memory_is_short(served):
     server = served(num_gpu_blocks_override=16, max_model_len=200, swap_space=0.01, preemption_mode="swap", watermark=0.0)
     assert server.complete(**{**BODY, "max_tokens": 100}, n=4).status_code == 200
-    assert any(record.swapped_out for record in server.llm.engine.events)
+    assert any(record.swapped_out for record in server.llm.engine.events.records)
 
 
 def test_quantised_weights(served):

@@ -127,7 +127,7 @@ def test_what_contradicts_is_refused_before_a_model_is_loaded(told):
     assert "go together" in told("tiny", "--ssl-certfile", "a.pem")
     assert "block_size is 0" in told("tiny", "--block-size", 0)
     assert "--api-key is empty" in told("tiny", "--api-key", "")
-    assert "--quantization" in told("tiny", "--quantisation", "fp8") or True
+    assert "No such option" in told("tiny", "--quantisation", "fp8")
 
 
 def test_a_port_that_is_taken_is_known_at_once(monkeypatch, capsys):
@@ -151,11 +151,7 @@ def process(tmp_path_factory):
     """``refimpl serve`` with many flags: (process, url, file of its log)."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "flags.yaml").write_text("block-size: 8\nnum-gpu-blocks-override: 64\nmax-model-len: 256\nmax-n: 2\n")
-    command = (
-        [sys.executable, "-m", "refimpl.cli_main"]
-        if False
-        else [sys.executable, "-c", "from refimpl.cli import main; main()"]
-    )
+    command = [sys.executable, "-c", "from refimpl.cli import main; main()"]
     command += ["serve", "tiny", "--port", "0", "--config", str(folder / "flags.yaml"), "--max-num-seqs", "2"]
     command += ["--max-num-batched-tokens", "32", "--no-enable-prefix-caching", "--num-speculative-tokens", "2"]
     command += ["--swap-space", "0.1", "--use-v2-block-manager", "--api-key", "secret"]
@@ -167,6 +163,7 @@ def process(tmp_path_factory):
         yield running, line.split()[-1].removesuffix("/v1"), log
         running.kill()
         running.wait()
+        running.stdout.close()
 
 
 def test_a_served_process_answers_logs_and_ends(process):
