@@ -1,4 +1,4 @@
-"""The whole server with metrics, the page and replicas, as ``refimpl serve`` puts it together, under its own load generator."""
+"""The whole server as ``refimpl serve`` puts it together: metrics, page and replicas, under the load generator."""
 
 import json
 import threading
