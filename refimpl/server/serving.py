@@ -6,14 +6,13 @@ import dataclasses
 import gc
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError
 from refimpl.server.app import make_app
-from refimpl.server.client import STUCK_AFTER
 from refimpl.server.door import LOOPBACK_NAMES, DoorRules
 from refimpl.server.limits import Limits
 from refimpl.server.metrics import ServerMetrics
@@ -21,25 +20,25 @@ from refimpl.server.observing import observe
 from refimpl.server.replicas_client import ReplicasClient
 from refimpl.server.router import Replicas
 from refimpl.server.runner import Listening, Runner
+from refimpl.server.serve_options import ServeOptions
 from refimpl.server.service import Service
 
 log = logging.getLogger("refimpl.server")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Serving:
     """All that a server is told, but for its engine."""
 
-    listening: Listening = Listening()
-    limits: Limits = field(default_factory=Limits)
+    options: ServeOptions
+    limits: Limits
     names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    stuck_after: float = STUCK_AFTER
-    ui: bool = True
-    vllm_metrics: bool = True
-    data_parallel_size: int = 1
+
+    @property
+    def listening(self) -> Listening:
+        """Where and how it listens."""
+        options = self.options
+        return Listening(options.host, options.port, options.ssl_certfile, options.ssl_keyfile, options.shutdown_timeout)
 
     def run(self, args: EngineArgs) -> None:
         """Load the model, and serve it until a signal ends this.
@@ -51,8 +50,8 @@ class Serving:
         listening = self.listening
         with listening.bind() as bound:
             options = {one.name: getattr(args, one.name) for one in dataclasses.fields(args)}
-            with Replicas(**options, data_parallel_size=self.data_parallel_size) as llm:
-                service = Service(ReplicasClient(llm, self.stuck_after), self.names, self.limits)
+            with Replicas(**options, data_parallel_size=self.options.data_parallel_size) as llm:
+                service = Service(ReplicasClient(llm, self.options.stuck_after), self.names, self.limits)
                 app = make_app(service, self.rules())
                 metrics = self.observe(app, service, llm)
                 _warm_up(llm)
@@ -63,25 +62,25 @@ class Serving:
 
     def observe(self, app: FastAPI, service: Service, llm: Replicas) -> ServerMetrics:
         """Show figures and pictures of the engines. Pictures are made of their logs, where they keep one."""
-        ui = self.ui and llm.engine.args.event_log_size > 0
-        if self.ui and not ui:
+        ui = self.options.ui and llm.engine.args.event_log_size > 0
+        if self.options.ui and not ui:
             log.info("there is no /ui: with --event-log-size 0 nothing is recorded")
         return observe(
             app,
             llm.engines,
             self.names[0],
-            api_keys=self.api_keys,
+            api_keys=self.options.api_key or (),
             ui=ui,
-            vllm_names=self.vllm_metrics,
+            vllm_names=self.options.vllm_metrics,
             ending=lambda: service.in_flight.closed,
         )
 
     def rules(self) -> DoorRules:
         """Who may come in. A server for this machine alone answers to this machine's names."""
-        hosts = self.hosts
-        if not hosts and self.listening.host in LOOPBACK_NAMES:
-            hosts = LOOPBACK_NAMES
-        return DoorRules(self.api_keys, hosts, self.origins)
+        options = self.options
+        own = LOOPBACK_NAMES if options.host in LOOPBACK_NAMES else ()
+        hosts = tuple(options.allowed_hosts or own)
+        return DoorRules(tuple(options.api_key or ()), hosts, tuple(options.allowed_origins or ()))
 
 
 def _say(line: str) -> None:

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from refimpl.bench.commands import bench
 from refimpl.config import EngineArgs
 from refimpl.server import serving
-from refimpl.server.runner import Listening, Runner
+from refimpl.server.limits import Limits
+from refimpl.server.runner import Runner
+from refimpl.server.serve_options import ServeOptions
 from refimpl.server.serving import Serving
 
 OPTIONS = {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 128, "max_num_seqs": 16}
@@ -30,8 +32,8 @@ def url():
         patch.setattr(serving, "Runner", Kept)
         patch.setattr(serving, "_say", lambda line: (lines.append(line), ready.set()))
         patch.setattr(serving.gc, "freeze", lambda: None)
-        listening = Listening(port=0, shutdown_timeout=5)
-        whole = Serving(listening=listening, names=("tiny",), api_keys=("right",), data_parallel_size=2)
+        options = ServeOptions(port=0, shutdown_timeout=5, api_key=["right"], data_parallel_size=2)
+        whole = Serving(options, Limits(), ("tiny",))
         thread = threading.Thread(target=whole.run, args=(EngineArgs(model="tiny", **OPTIONS),))
         thread.start()
         assert ready.wait(60)

@@ -45,8 +45,8 @@ def test_defaults_are_safe(told):
     assert set(server.rules().hosts) == {"localhost", "127.0.0.1", "::1"}
     assert server.names == ("smollm2",)
     assert args.max_num_queued_reqs == MOST_QUEUED
-    assert not server.api_keys
-    assert server.ui
+    assert server.rules().api_keys == ()
+    assert server.options.ui
 
 
 def test_flags_that_stand_in_articles_reach_the_engine(told):
@@ -61,7 +61,7 @@ def test_flags_that_stand_in_articles_reach_the_engine(told):
     assert (args.swap_space, args.max_model_len, args.dtype, args.enforce_eager) == (1, 128, "float32", True)
     assert (args.speculative_config.method, args.speculative_config.num_speculative_tokens) == ("ngram", 3)
     assert server.names == ("gpt-4", "tiny")
-    assert (server.api_keys, server.ui, server.rules().hosts) == (("a",), False, ())
+    assert (server.rules().api_keys, server.options.ui, server.rules().hosts) == (("a",), False, ())
     assert told("--model", "tiny", "--no-enable-prefix-caching")[1].enable_prefix_caching is False
     assert told("tiny", "--speculative-model", "org/draft")[1].speculative_config.method == "draft_model"
 
@@ -72,6 +72,12 @@ def test_what_became_of_old_flags_is_said(told):
     for word in ("--use-v2-block-manager changes nothing", "method ngram, up to 5 drafts", "--swap-space 2"):
         assert word in said
     assert "v2" not in "\n".join(notes(EngineArgs(model="tiny"), use_v2_block_manager=False))
+
+
+def test_keys_may_come_from_the_environment(told, monkeypatch):
+    monkeypatch.setenv("REFIMPL_API_KEY", "one two")
+    assert told("tiny")[0].rules().api_keys == ("one", "two")
+    assert told("tiny", "--api-key", "three")[0].rules().api_keys == ("three",)
 
 
 def test_limits_are_flags(told):
@@ -126,6 +132,9 @@ def test_a_file_that_is_wrong_says_what(told, tmp_path, name, text, said):
 def test_what_contradicts_is_refused_before_a_model_is_loaded(told):
     assert "go together" in told("tiny", "--ssl-certfile", "a.pem")
     assert "block_size is 0" in told("tiny", "--block-size", 0)
+    assert "--log-level is 'loud'" in told("tiny", "--log-level", "loud")
+    assert "--port is 70000" in told("tiny", "--port", 70000)
+    assert "--shutdown-timeout is -1.0" in told("tiny", "--shutdown-timeout", "-1")
     assert "--api-key is empty" in told("tiny", "--api-key", "")
     assert "No such option" in told("tiny", "--quantisation", "fp8")
 
@@ -168,7 +177,14 @@ def process(tmp_path_factory):
 
 def test_a_served_process_answers_logs_and_ends(process):
     running, url, log = process
-    client = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=30, trust_env=False)
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=30, trust_env=False) as client:
+        ask_it(client, url)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 0
+    check_log(log.read_text())
+
+
+def ask_it(client, url):
     body = {"prompt": "the same prompt, " * 4, "max_tokens": 5, "seed": 1}
     for _ in range(2):  # no prefix is found the second time: --no-enable-prefix-caching
         reply = client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"})
@@ -177,9 +193,9 @@ def test_a_served_process_answers_logs_and_ends(process):
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 256
     assert client.post("/v1/completions", json=body | {"n": 3}).json()["error"]["code"] == "limit_exceeded"
     assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 401
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(30) == 0
-    text = log.read_text()
+
+
+def check_log(text):
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     first = next(line for line in lines if line["request_id"] == "mine")
     assert (first["path"], first["status"], first["completion_tokens"]) == ("/v1/completions", 200, 5)
