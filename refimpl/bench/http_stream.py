@@ -1,9 +1,9 @@
 """A lean HTTP/1.1 client for streams: what came, and at what moment it came.
 
-A load generator reads tens of thousands of small chunks a second in one thread, and notes the time of each. General clients
-spend many times as long on a chunk as this one, and then measure themselves. It does what a load generator needs: POST and
-GET, connections that are kept open, TLS, bodies of a given length, in chunks, or up to the connection's end. It follows no
-redirect and asks no proxy.
+A load generator reads tens of thousands of small chunks a second in one thread, and what it spends on each is what it cannot
+tell apart from the server's delay. Here a chunk is noted and read in the very call in which the event loop receives it; no
+task is woken before the end. It does what a load generator needs: POST and GET, connections that are kept open, TLS, bodies
+of a given length, in chunks, or up to the connection's end. It follows no redirect and asks no proxy.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
@@ -26,6 +25,16 @@ class HttpError(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class GoneError(Exception):
+    """The connection was closed before a byte of an answer came."""
+
+
+Take = Callable[[float, bytes], object]
+"""Takes content and the moment at which it came."""
+Listener = Callable[[float, "bytes | None"], bool]
+"""Takes what came on a connection, None at its end; whether it has heard enough."""
 
 
 class Chunks:
@@ -89,13 +98,46 @@ class Head:
         return cls(int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in named})
 
 
+class Body:
+    """The body of a response: its content, and where it ends."""
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        self._chunks = Chunks() if headers.get("transfer-encoding", "").lower() == "chunked" else None
+        length = headers.get("content-length", "")
+        self._left = int(length) if self._chunks is None and length.isdecimal() else None
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it came. One that ends with its connection never says so."""
+        return self._chunks.done if self._chunks is not None else self._left == 0
+
+    def feed(self, data: bytes) -> bytes:
+        """The content in what came."""
+        if self._chunks is not None:
+            return self._chunks.feed(data)
+        if self._left is not None:
+            self._left -= len(data)
+        return data
+
+    def end(self) -> None:
+        """The connection ended.
+
+        Raises:
+            HttpError: in the middle of it.
+
+        """
+        if self._chunks is not None or self._left is not None:
+            raise HttpError("disconnected", "the connection ended in the middle of a body")
+
+
 class Connection(asyncio.Protocol):
-    """One connection, and the bytes that came on it, each with its moment."""
+    """One connection. What comes goes to whoever listens, with its moment."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._came: deque[tuple[float, bytes]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Listener | None = None
+        self._over: asyncio.Future[None] | None = None
+        self._heard = 0.0
         self.transport: asyncio.Transport | None = None
         self.closed = False
 
@@ -106,38 +148,56 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
-        self._came.append((self._clock(), data))
-        self._wake()
+        self._heard = now = self._clock()
+        self._tell(now, data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self.closed = True
-        self._wake()
+        self._tell(self._clock(), None)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _tell(self, now: float, data: bytes | None) -> None:
+        over = self._over
+        if self._listener is None or over is None or over.done():
+            if data is not None:
+                self.close()  # bytes that nobody asked for
+            return
+        try:
+            if self._listener(now, data):
+                over.set_result(None)
+        except (HttpError, GoneError) as error:
+            over.set_exception(error)
 
-    def _give_up(self, error: HttpError) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error)
-
-    async def read(self, timeout: float) -> tuple[float, bytes] | None:
-        """The next bytes and their moment; None at the connection's end.
+    async def listen(self, listener: Listener, timeout: float, data: bytes) -> None:
+        """Send ``data``, and hand over what comes until the listener says that it is enough.
 
         Raises:
-            HttpError: nothing came for so many seconds.
+            HttpError: nothing came for ``timeout`` seconds, or the listener raised it.
 
         """
-        if not self._came and not self.closed:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(timeout, self._give_up, HttpError("timeout", f"nothing came for {timeout:g} s"))
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
-        return self._came.popleft() if self._came else None
+        assert self.transport is not None
+        loop = asyncio.get_running_loop()
+        self._listener, self._over, self._heard = listener, loop.create_future(), self._clock()
+        self._timer = loop.call_later(timeout, self._look, timeout)
+        try:
+            if self.closed:
+                self._tell(self._heard, None)
+            else:
+                self.transport.write(data)
+            await self._over
+        finally:
+            self._timer.cancel()
+            self._listener = None
+
+    def _look(self, timeout: float) -> None:
+        """Has it been silent for too long?"""
+        silent = self._clock() - self._heard
+        if self._over is None or self._over.done():
+            return
+        if silent >= timeout:
+            self._over.set_exception(HttpError("timeout", f"nothing came for {timeout:g} s"))
+        else:
+            self._timer = asyncio.get_running_loop().call_later(timeout - silent, self._look, timeout)
 
     def close(self) -> None:
         """Close it."""
@@ -145,43 +205,52 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
 
-class Response:
-    """A response whose head is there; its body comes with :meth:`pieces`."""
+class Exchange:
+    """One request and its response, as a connection's listener."""
 
-    def __init__(self, head: Head, rest: tuple[float, bytes], connection: Connection, timeout: float) -> None:
-        self.status, self.headers = head.status, head.headers
-        self._rest, self._connection, self._timeout = rest, connection, timeout
-        self.whole = False
-        """Whether its body was read to its end, and the connection can be used again."""
+    def __init__(self, started: Callable[[Head], Take]) -> None:
+        self._started = started
+        self._buffer = b""
+        self._body: Body | None = None
+        self._take: Take = lambda _now, _data: None
+        self.head: Head | None = None
 
-    async def pieces(self) -> AsyncIterator[tuple[float, bytes]]:
-        """The body as it comes: moment and bytes.
+    @property
+    def reusable(self) -> bool:
+        """Whether the connection can be used again."""
+        whole = self._body is not None and self._body.done and self.head is not None
+        return whole and self.head is not None and self.head.headers.get("connection", "").lower() != "close"
 
-        Raises:
-            HttpError: it ended early, nothing came for too long, or it is no body.
+    def __call__(self, now: float, data: bytes | None) -> bool:
+        """Take what came, None at the connection's end; whether the response is whole."""
+        if self._body is None:
+            if data is None:
+                raise (
+                    HttpError("disconnected", "the connection ended in the middle of the headers")
+                    if self._buffer
+                    else GoneError
+                )
+            data = self._read_head(data)
+            if self._body is None:
+                return False
+        if data is None:
+            self._body.end()
+            return True
+        if content := self._body.feed(data):
+            self._take(now, content)
+        return self._body.done
 
-        """
-        chunks = Chunks() if self.headers.get("transfer-encoding", "").lower() == "chunked" else None
-        left = int(length) if chunks is None and (length := self.headers.get("content-length", "")).isdecimal() else None
-        came: tuple[float, bytes] | None = self._rest
-        while came is not None:
-            now, data = came
-            if chunks is not None:
-                data = chunks.feed(data)
-            elif left is not None:
-                left -= len(data)
-            if data:
-                yield now, data
-            if left == 0 or (chunks is not None and chunks.done):
-                self.whole = self.headers.get("connection", "").lower() != "close"
-                return
-            came = await self._connection.read(self._timeout)
-        if chunks is not None or left is not None:
-            raise HttpError("disconnected", "the connection ended in the middle of a body")
-
-    async def body(self) -> bytes:
-        """All of it."""
-        return b"".join([data async for _, data in self.pieces()])
+    def _read_head(self, data: bytes) -> bytes:
+        """Take bytes of the head; what is left of them belongs to the body."""
+        self._buffer += data
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._buffer) > LONGEST_HEAD:
+                raise HttpError("protocol", f"the headers are longer than {LONGEST_HEAD:,} bytes")
+            return b""
+        self.head = Head.parse(self._buffer[:end])
+        self._body, self._take = Body(self.head.headers), self._started(self.head)
+        return self._buffer[end + 4 :]
 
 
 class HttpClient:
@@ -209,9 +278,15 @@ class HttpClient:
         while self._idle:
             self._idle.pop().close()
 
-    @contextlib.asynccontextmanager
-    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
-        """Send a request; within the block its response is read.
+    async def request(self, method: str, path: str, started: Callable[[Head], Take], body: bytes = b"") -> Head:
+        """Send a request and read its response to the end.
+
+        Args:
+            method: GET or POST.
+            path: with which the request line goes on.
+            started: called when the head is there; it gives what takes the body's bytes, each with its moment. What takes
+                them may raise an HttpError, which ends the exchange.
+            body: JSON.
 
         Raises:
             HttpError: the server cannot be reached, says nothing for too long, leaves, or speaks no HTTP/1.1.
@@ -219,28 +294,38 @@ class HttpClient:
         """
         typed = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         data = f"{method} {path} HTTP/1.1\r\n{self._head}{typed}\r\n".encode("latin-1") + body
-        connection, response = await self._send(data)
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                with contextlib.suppress(GoneError):  # it was closed meanwhile: over another
+                    return await self._exchange(connection, data, started)
         try:
-            yield response
+            return await self._exchange(await self._connect(), data, started)
+        except GoneError:
+            raise HttpError("disconnected", "the server closed the connection without an answer") from None
+
+    async def whole(self, method: str, path: str) -> tuple[int, bytes]:
+        """Status and body of a short response.
+
+        Raises:
+            HttpError: as with :meth:`request`.
+
+        """
+        pieces: list[bytes] = []
+        head = await self.request(method, path, lambda _: lambda _now, data: pieces.append(data))
+        return head.status, b"".join(pieces)
+
+    async def _exchange(self, connection: Connection, data: bytes, started: Callable[[Head], Take]) -> Head:
+        exchange = Exchange(started)
+        try:
+            await connection.listen(exchange, self._timeout, data)
         finally:
-            if response.whole and not connection.closed:
+            if exchange.reusable and not connection.closed:
                 self._idle.append(connection)
             else:
                 connection.close()
-
-    async def _send(self, data: bytes) -> tuple[Connection, Response]:
-        """Over a connection that waits, or a new one. One that waited may have been closed meanwhile: then over another."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.closed:
-                continue
-            with contextlib.suppress(_GoneError):
-                return connection, await self._exchange(connection, data)
-        connection = await self._connect()
-        try:
-            return connection, await self._exchange(connection, data)
-        except _GoneError:
-            raise HttpError("disconnected", "the server closed the connection without an answer") from None
+        assert exchange.head is not None
+        return exchange.head
 
     async def _connect(self) -> Connection:
         host, tls = self._url.hostname or "", self._tls
@@ -251,26 +336,3 @@ class HttpClient:
         except (OSError, TimeoutError) as error:
             raise HttpError("connect", f"{host}:{port}: {error or type(error).__name__}") from error
         return connection
-
-    async def _exchange(self, connection: Connection, data: bytes) -> Response:
-        assert connection.transport is not None
-        try:
-            connection.transport.write(data)
-            head, now = b"", 0.0
-            while (end := head.find(b"\r\n\r\n")) < 0:
-                came = await connection.read(self._timeout)
-                if came is None:
-                    if not head:
-                        raise _GoneError
-                    raise HttpError("disconnected", "the connection ended in the middle of the headers")
-                now, head = came[0], head + came[1]
-                if len(head) > LONGEST_HEAD:
-                    raise HttpError("protocol", f"the headers are longer than {LONGEST_HEAD:,} bytes")
-            return Response(Head.parse(head[:end]), (now, head[end + 4 :]), connection, self._timeout)
-        except BaseException:
-            connection.close()
-            raise
-
-
-class _GoneError(Exception):
-    """The connection was closed before a byte of an answer came."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from refimpl.bench.http_stream import HttpClient, HttpError
+from refimpl.bench.http_stream import Head, HttpClient, HttpError, Take
 from refimpl.bench.request_times import RequestTimes
 
 Clock = Callable[[], float]
@@ -130,10 +130,9 @@ class OpenAIStream:
             HttpError: it cannot be reached, or does not say.
 
         """
-        async with self._client.request("GET", f"{self._path}/models") as reply:
-            body = await reply.body()
-        if reply.status != 200:
-            raise HttpError(f"http {reply.status}", body.decode(errors="replace")[:MOST_SAID])
+        status, body = await self._client.whole("GET", f"{self._path}/models")
+        if status != 200:
+            raise HttpError(f"http {status}", body.decode(errors="replace")[:MOST_SAID])
         try:
             return [one.id for one in msgspec.json.decode(body, type=_Models).data]
         except msgspec.MsgspecError as error:
@@ -157,15 +156,22 @@ class OpenAIStream:
 
     async def _read(self, body: dict[str, Any], answer: Answer) -> None:
         path = f"{self._path}/{'chat/completions' if self.chat else 'completions'}"
-        async with self._client.request("POST", path, msgspec.json.encode(body)) as reply:
-            if reply.status != 200:
-                raise HttpError(f"http {reply.status}", (await reply.body()).decode(errors="replace")[:MOST_SAID])
-            done, rest = False, b""
-            async for now, data in reply.pieces():
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:"):
-                        done = self._event(line[5:].strip(), now, answer) or done
+        said: list[bytes] = []
+        done, rest = False, b""
+
+        def take(now: float, data: bytes) -> None:
+            nonlocal done, rest
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    done = self._event(line[5:].strip(), now, answer) or done
+
+        def started(head: Head) -> Take:
+            return take if head.status == 200 else lambda _now, data: said.append(data)
+
+        head = await self._client.request("POST", path, started, msgspec.json.encode(body))
+        if head.status != 200:
+            raise HttpError(f"http {head.status}", b"".join(said).decode(errors="replace")[:MOST_SAID])
         if not done and answer.finish_reason is None:
             raise HttpError("disconnected", f"the stream ended after {answer.times.tokens} pieces, without a finish_reason")
 

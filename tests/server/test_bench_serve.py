@@ -435,8 +435,7 @@ def answers_with(*replies):
 
 
 async def get(http):
-    async with http.request("GET", "/") as reply:
-        return reply.status, await reply.body()
+    return await http.whole("GET", "/")
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
