@@ -8,6 +8,7 @@
     │   ├── UnsupportedModelError it is read, but it is not of a family that refimpl implements
     │   └── CheckpointError       its files are damaged, or tensors are missing, extra or misshapen
     ├── OutOfMemoryError       the weights or the KV cache do not fit the device
+    ├── RankFailedError        a rank of a tensor-parallel engine died, hung or failed; the engine has to be made anew
     ├── EngineFailedError      a step failed while a request of AsyncLLM waited; the request is over
     ├── PartError              a replaceable part gave an answer that cannot be followed
     │   ├── PolicyError           a scheduling policy named nobody
@@ -70,6 +71,12 @@ class OutOfMemoryError(RefimplError, MemoryError):
 
 class EngineFailedError(RefimplError):
     """The engine failed while a request of :class:`refimpl.AsyncLLM` waited for it. ``__cause__`` is what it raised."""
+
+
+class RankFailedError(RefimplError):
+    """A rank of a tensor-parallel engine died, hung or failed. The message says which and how; requests end with an error,
+    and a new engine has to be made.
+    """
 
 
 class PartError(RefimplError):

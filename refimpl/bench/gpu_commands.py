@@ -141,6 +141,27 @@ def idle(
     report_result(run(engine_options, model_config, sequences, steps, timeline), as_json, save)
 
 
+@bench.command("all-reduce")
+def all_reduce(
+    *,
+    ranks: Annotated[int, typer.Option(help="Processes, on a GPU each if there are any.")] = 2,
+    tokens: Annotated[str, typer.Option(help="Rows of a sum, by commas.")] = "1,8,64",
+    hidden_size: Annotated[int, typer.Option(help="Numbers in a row.")] = 8192,
+    count: Annotated[int, typer.Option(help="Sums back to back, as a step has them.")] = 160,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """The sums between ranks of tensor parallelism, by every way that there is here: microseconds each."""
+    from refimpl.bench.all_reduce import run
+    from refimpl.bench.result import report_result
+
+    try:
+        rows = [int(number) for number in tokens.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"tokens is {tokens!r}; give whole numbers by commas, such as 1,8,64") from error
+    report_result(run(ranks, rows, hidden_size, count), as_json, save)
+
+
 @bench.command()
 @with_engine_options
 def gpu(

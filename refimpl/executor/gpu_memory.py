@@ -14,6 +14,7 @@ from refimpl.executor.cuda_graphs import DecodeGraphs
 from refimpl.executor.device_memory import DeviceMemory, Grows
 from refimpl.executor.mixed_graphs import MixedGraphs
 from refimpl.executor.trial import trial_runner, trial_step
+from refimpl.model_shares import share_if_it_fits, share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.choose import choose_method, why_not_fp8
 from refimpl.quantization.method import bytes_of_any_dtype, weight_bytes
@@ -38,6 +39,8 @@ def before_loading(
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
     method = choose_method(args.quantization, device)
+    vocab_size, config = config.vocab_size, share_of(config, args.tensor_parallel_size)
+    draft = None if draft is None else share_if_it_fits(draft, args.tensor_parallel_size)
     drafts = 0 if draft is None else weight_bytes(draft, PLAIN, dtype.itemsize)
     drafted = 0 if draft is None else memory.block_bytes(draft, args.block_size, dtype.itemsize)
     return DeviceMemory(
@@ -48,7 +51,7 @@ def before_loading(
         weights_of_any_dtype=bytes_of_any_dtype(config, method),
         weights_in_fp8=_weights_in_fp8(args, config, dtype, device, drafts),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize) + drafted,
         block_size=args.block_size,
         bytes_per_value=dtype.itemsize,

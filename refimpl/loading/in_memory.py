@@ -19,7 +19,7 @@ class TransformersCheckpoint:
     """Give it as ``model``. The engine copies the weights when it is made: what becomes of the model later does not show.
 
     Args:
-        model: a transformers model of a family that refimpl runs (``LlamaForCausalLM``), in any float dtype.
+        model: a transformers model of a family that refimpl runs (Llama, Mistral, Qwen2, Qwen3), in any float dtype.
         tokenizer: its fast tokenizer; without one, texts are bytes (letters where the vocabulary is too small for them).
         name: what logs and messages call it.
 
