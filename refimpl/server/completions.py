@@ -54,7 +54,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     prompts = await read_prompts(service, request.prompt, cut, request.add_special_tokens)
     head = ReplyHead(f"cmpl-{uuid.uuid4().hex}", "text_completion", int(time.time()), name)
     choices = CompletionChoices(request, prompts, service.client.tokenizer)
-    async with Generation(service, exchange.visit, head.id) as generation:
+    async with Generation(service, exchange.visit, head.id, max_tokens > 0) as generation:
         await generation.begin(request, prompts, params, grammar)
         if request.stream:
             writer = EventWriter(exchange, head, request.stream_options, generation)

@@ -23,10 +23,12 @@ from refimpl.server.service import Service
 class Generation:
     """Runs the prompts of a request; as a context, it ends them when it is left."""
 
-    def __init__(self, service: Service, visit: Visit, request_id: str) -> None:
+    def __init__(self, service: Service, visit: Visit, request_id: str, counts_output: bool = True) -> None:
         self._service = service
         self._visit = visit
         self.request_id = request_id
+        self._counts_output = counts_output
+        """False where what is generated is dropped, and only the prompt is told."""
         self._streams: list[RequestStream] = []
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -106,7 +108,7 @@ class Generation:
 
     def _count(self, output: RequestOutput) -> None:
         for sample in output.outputs:
-            self.completion_tokens += len(sample.token_ids)
+            self.completion_tokens += len(sample.token_ids) if self._counts_output else 0
             if sample.finish_reason is not None and sample.finish_reason not in ("stop", "length"):
                 raise of_sample(sample.finish_reason, sample.stop_reason)
         if output.finished:

@@ -160,15 +160,7 @@ def test_stop_strings_and_stop_ids_end_a_text(server):
     cut = server.openai.completions.create(**arguments, extra_body=GO_ON, stop=[stop])
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
     assert cut.choices[0].stop_reason == stop
-    kept = server.openai.completions.create(
-        model="tiny",
-        prompt="Hello",
-        max_tokens=40,
-        seed=3,
-        ignore_eos=True,
-        stop=stop,
-        extra_body={"include_stop_str_in_output": True},
-    )
+    kept = server.openai.completions.create(**arguments, stop=stop, extra_body=GO_ON | {"include_stop_str_in_output": True})
     assert kept.choices[0].text == text[: text.index(stop)] + stop
     ids = server.complete(prompt="Hello", max_tokens=40, seed=3, ignore_eos=True, return_token_ids=True).json()["choices"][
         0
