@@ -130,6 +130,11 @@ def options_by_replica(options: dict[str, Any], size: int) -> list[dict[str, Any
     if size < 1:
         raise ConfigError(f"data_parallel_size is {size}; it must be 1 or more")
     args = EngineArgs.from_options(options)
+    if size > 1 and args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {size} and tensor_parallel_size {args.tensor_parallel_size}; one process serves one of "
+            "the two: start a server for each group of GPUs"
+        )
     device = resolve_device(args.device)
     made = []
     for number in range(size):

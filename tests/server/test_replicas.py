@@ -177,5 +177,7 @@ def test_whoever_drops_a_stream_frees_its_place():
 def test_a_size_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="data_parallel_size is 0"):
         Replicas("tiny", data_parallel_size=0)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2; one process serves one of the two"):
+        Replicas("tiny", data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="unknown engine option"):
         Replicas("tiny", data_parallel_size=2, blok_size=4)
