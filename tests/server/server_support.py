@@ -69,7 +69,7 @@ def _plain_client():
     return httpx.Client(timeout=60, trust_env=False)
 
 
-def until(true, seconds=20):
+def until(true, seconds=60):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not come true"
@@ -117,4 +117,4 @@ def request_bytes(path, body, **headers):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, 240))

@@ -41,9 +41,8 @@ def texts(server, **options):
     return ended
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_every_sample_fits_its_schema(server, seed):
-    for text in texts(server, response_format=FORMAT, seed=seed, temperature=1.5):
+def test_every_sample_fits_its_schema(server):
+    for text in texts(server, response_format=FORMAT, seed=1, temperature=1.5):
         jsonschema.validate(json.loads(text), SCHEMA)
     [text] = texts(server, guided_json=json.dumps(SCHEMA), temperature=0, n=1)
     jsonschema.validate(json.loads(text), SCHEMA)

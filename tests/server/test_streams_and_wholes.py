@@ -14,10 +14,10 @@ def random_request(chosen):
     prompts = ["".join(chosen.choices(ALPHABET, k=chosen.randint(1, 20))) for _ in range(chosen.choice([1, 1, 1, 2]))]
     body = {
         "prompt": prompts if len(prompts) > 1 else prompts[0],
-        "max_tokens": chosen.randint(1, 40),
+        "max_tokens": chosen.randint(1, 20),
         "temperature": chosen.choice([0, 0.7, 1, 3]),
         "seed": chosen.randint(0, 2**40),
-        "n": chosen.choice([1, 1, 2, 3]),
+        "n": chosen.choice([1, 1, 1, 2]),
         "echo": chosen.random() < 0.2,
         "skip_special_tokens": chosen.random() < 0.5,
         "include_stop_str_in_output": chosen.random() < 0.3,
