@@ -64,6 +64,7 @@ LAYERS = [
     {
         "server",
         "bench",
+        "quantize",
         "speculate",
         "cli",
         "cli_options",
