@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from refimpl.quantization_config import QuantizationConfig
 from refimpl.rope_config import RopeConfig
 
 
@@ -27,6 +28,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     """Every id that ends a text."""
     bos_token_id: int | None = None
+    quantization: QuantizationConfig | None = field(default=None, repr=False)
+    """How the checkpoint's weights are quantised. Not in the repr: that of a shape is hashed, and told in results."""
 
     @property
     def num_parameters(self) -> int:

@@ -26,6 +26,7 @@ COMMANDS = {
     "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
     "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
     "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
+    "offline_llama_3_70b_awq": "throughput --model-config llama-3-70b --quantization awq",
 }
 """What measures a topic, where it is not a command of its name."""
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -305,6 +306,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "widgets": _widgets,
     "offline_llama_3_8b_fp8": _offline,
     "offline_llama_3_70b_fp8": _offline,
+    "offline_llama_3_70b_awq": _offline,
     "kernels": _kernels,
     "offline": _offline,
     "speculation": lambda result: speculation_table(result) + caption(result),

@@ -16,7 +16,7 @@ from refimpl.executor import gpu_memory, memory, memory_advice
 from refimpl.executor.device import free_host_memory
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached, hub_folder_if_cached
-from refimpl.quantization.choose import choose_method, why_not_fp8
+from refimpl.quantization.choose import choose_method, fits_widened
 from refimpl.quantization.method import weight_bytes
 
 
@@ -66,10 +66,14 @@ def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
         config = checkpoint.config
     except RefimplError as error:
         return [Finding("models", name, "cannot be run", "error", str(error))]
-    if device is None or (args.quantization is not None and why_not_fp8(device)):
+    if device is None:
         return []
-    weights = weight_bytes(config, choose_method(args.quantization, device), dtype.itemsize)
-    held = str(dtype)[6:] if args.quantization is None else f"{args.quantization} and {str(dtype)[6:]}"
+    try:
+        method = choose_method(args.quantization, device, config, fits_widened(config, dtype, free_host_memory()))
+    except RefimplError as error:
+        return [Finding("models", name, "cannot be run", "error", str(error))]
+    weights = weight_bytes(config, method, dtype.itemsize)
+    held = f"{method.name} and {str(dtype)[6:]}" if method.name else str(dtype)[6:]
     about = f"{config.num_parameters / 1e6:,.1f} million weights, {weights / GIB:.2f} GiB in {held}"
     return [
         Finding("models", name, f"{about}; contexts of {config.context_limit(args.max_model_len):,} tokens"),

@@ -11,12 +11,12 @@ import torch
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.executor import memory
 from refimpl.executor.cuda_graphs import DecodeGraphs
-from refimpl.executor.device_memory import DeviceMemory, Grows
+from refimpl.executor.device_memory import DeviceMemory, Grows, Quantised
 from refimpl.executor.mixed_graphs import MixedGraphs
 from refimpl.executor.trial import trial_runner, trial_step
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.quantization.choose import choose_method, why_not_fp8
-from refimpl.quantization.method import bytes_of_any_dtype, weight_bytes
+from refimpl.quantization.choose import choose_method, methods_for
+from refimpl.quantization.method import LinearMethod, bytes_of_any_dtype, weight_bytes
 from refimpl.sampling_numbers import SamplingNumbers
 
 LEAST_TOKENS = 16
@@ -31,14 +31,14 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
     free, total = torch.cuda.mem_get_info(device)
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
-    method = choose_method(args.quantization, device)
+    method = choose_method(args.quantization, device, config)
     return DeviceMemory(
         total=total,
         taken=total - free,
         of_this_process=torch.cuda.memory_reserved(device),
         weights=weight_bytes(config, method, dtype.itemsize),
         weights_of_any_dtype=bytes_of_any_dtype(config, method),
-        weights_in_fp8=_weights_in_fp8(args, config, dtype, device),
+        smaller=_smaller(method, config, dtype, device),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
         vocab_size=config.vocab_size,
         block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize),
@@ -52,11 +52,14 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
     )
 
 
-def _weights_in_fp8(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-    if args.quantization is not None or why_not_fp8(device):
-        return 0, 0
-    fp8 = choose_method("fp8", device)
-    return weight_bytes(config, fp8, dtype.itemsize), bytes_of_any_dtype(config, fp8)
+def _smaller(method: LinearMethod, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Quantised, ...]:
+    """What other methods would make of weights that are in 16 bits or more: those that the device and the sizes allow."""
+    if method.name:
+        return ()
+    others = methods_for(device, config)
+    return tuple(
+        Quantised(one.name, weight_bytes(config, one, dtype.itemsize), bytes_of_any_dtype(config, one)) for one in others
+    )
 
 
 def with_weights(before: DeviceMemory, device: torch.device) -> DeviceMemory:

@@ -32,8 +32,9 @@ from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
-from refimpl.quantization.choose import choose_method
-from refimpl.quantization.method import weight_bytes
+from refimpl.quantization.awq import Awq
+from refimpl.quantization.choose import choose_method, fits_widened, methods_for
+from refimpl.quantization.method import LinearMethod, weight_bytes
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
 from refimpl.scheduler.drafting import Drafting
@@ -61,7 +62,7 @@ class LocalExecutor:
         self.device = resolve_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
-        self._method = choose_method(args.quantization, self.device)
+        self._method = self._chosen_method(args, checkpoint)
         self.weight_bytes = weight_bytes(checkpoint.config, self._method, self.dtype.itemsize)
         self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
@@ -100,7 +101,8 @@ class LocalExecutor:
         speculative: SpeculativeConfig | None = args.speculative_config
         draft = self._draft = load_draft_model(speculative, args, checkpoint, self.dtype, self.device, max_model_len)
         if draft is not None:
-            self.weight_bytes += draft.config.num_parameters * self.dtype.itemsize
+            drafts_by = choose_method(None, self.device, draft.config)
+            self.weight_bytes += weight_bytes(draft.config, drafts_by, self.dtype.itemsize)
             self.block_bytes += memory.block_bytes(draft.config, args.block_size, self.dtype.itemsize)
         if self.memory is not None:
             laws = 1 if args.speculative_config is None else 1 + args.speculative_config.num_speculative_tokens
@@ -115,7 +117,7 @@ class LocalExecutor:
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
-        served = serving.who_serves(args, setting)
+        served = serving.who_serves(args, setting, self._method.name)
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
@@ -158,22 +160,35 @@ class LocalExecutor:
             self.drafting = make_drafting(speculative, args, self.runner)
         self.stages.end()
 
+    def _chosen_method(self, args: EngineArgs, checkpoint: Checkpoint) -> LinearMethod:
+        config = checkpoint.config
+        free = free_host_memory() if self.device.type == "cpu" else 0
+        method = choose_method(args.quantization, self.device, config, fits_widened(config, self.dtype, free))
+        if isinstance(method, Awq) and config.quantization is None and args.load_format != "dummy":
+            log.warning(
+                "%s is in 16 bits or more: its weights are rounded to 4 bits as they are loaded, without samples of "
+                "activations; a checkpoint that was quantised beforehand loses less",
+                checkpoint.name,
+            )
+        return method
+
     @property
     def _weights_in(self) -> str:
         """How the weights are held, for people."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self._method.name} (embeddings and output head in {dtype})" if self._method.name else dtype
+        dtype, method = str(self.dtype).removeprefix("torch."), self._method
+        if isinstance(method, Awq) and method.widens:
+            return f"{dtype} (widened from {method.name})"
+        return f"{method.name} (embeddings and output head in {dtype})" if method.name else dtype
 
     def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
         needed, config = self.weight_bytes, checkpoint.config
         free = free_host_memory()
         if needed > free:
-            smaller = {
-                "dtype=bfloat16": weight_bytes(config, self._method, 2),
-                "quantization=fp8": weight_bytes(config, choose_method("fp8", self.device), self.dtype.itemsize),
-                "quantization=fp8 with dtype=bfloat16": weight_bytes(config, choose_method("fp8", self.device), 2),
-            }
+            smaller = {"dtype=bfloat16": weight_bytes(config, self._method, 2)}
+            for other in [] if self._method.name else methods_for(self.device, config):
+                smaller[f"quantization={other.name}"] = weight_bytes(config, other, self.dtype.itemsize)
+                smaller[f"quantization={other.name} with dtype=bfloat16"] = weight_bytes(config, other, 2)
             fitting = [f"{how} takes {count / GIB:.1f} GiB and fits" for how, count in smaller.items() if count <= free]
             raise OutOfMemoryError(
                 f"{checkpoint.name} has {config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"

@@ -17,12 +17,14 @@ from refimpl.errors import CheckpointError, ModelNotFoundError, OutOfMemoryError
 from refimpl.loading.dummy import fill_with_random
 from refimpl.loading.folder import FolderCheckpoint
 from refimpl.loading.gguf import GGUFCheckpoint
+from refimpl.loading.left_out import leave_out
 from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder, hub_checkpoint_folder
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.models.registry import build_model
 from refimpl.models.tiny import tiny
+from refimpl.quantization.choose import choose_method
 from refimpl.quantization.method import Destination, LinearMethod, weight_bytes
-from refimpl.quantization.plain import PLAIN
+from refimpl.quantization.stored import has_its_shape, is_optional, stored_views, wanted_dtype
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -88,8 +90,8 @@ def _checked_object(model: Any) -> Checkpoint:
     return checkpoint
 
 
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Tensors that old checkpoints carry and that are worked out instead."""
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.[kv]_scale$|\.[kv]_proj\.output_scale$")
+"""Tensors that old checkpoints carry and that are worked out instead; scales of an FP8 cache, which is in 16 bits here."""
 
 
 def load_model(
@@ -99,26 +101,29 @@ def load_model(
     device: torch.device,
     seed: int,
     max_model_len: int | None = None,
-    method: LinearMethod = PLAIN,
+    method: LinearMethod | None = None,
 ) -> LlamaForCausalLM:
     """The model with its weights, in ``dtype`` on ``device``, packed for a CPU.
 
     Where ``method`` quantises the layers' matrices, each is quantised as it comes: never are two copies of the model there.
+    Without one they are held as the checkpoint has them.
     ``max_model_len`` is the longest context that it will see, in tokens (None: the model's own); a rotary embedding whose
     frequencies hang on the context's length is made for that one.
 
     Raises:
-        CheckpointError: tensors are missing, extra or misshapen; each is named.
+        CheckpointError: tensors are missing, extra, misshapen or of another type; each is named.
         OutOfMemoryError: this machine cannot hold the weights.
 
     """
     config = checkpoint.config if max_model_len is None else checkpoint.config.for_context(max_model_len)
+    method = choose_method(None, device, config) if method is None else method
     model = _allocate(checkpoint, config, dtype, device, method)
+    leave_out(model, config, dtype, device)
     views = model.checkpoint_views()
     if load_format == "dummy":
         fill_with_random(views, seed)
     else:
-        copy_weights(checkpoint.weights(), views, checkpoint)
+        copy_weights(checkpoint.weights(), stored_views(views, config.quantization), checkpoint)
     model.pack_weights()
     return model
 
@@ -142,25 +147,25 @@ def _allocate(
 
 def copy_weights(weights: Iterable[tuple[str, Tensor]], views: Mapping[str, Destination], checkpoint: Checkpoint) -> None:
     """Copy each tensor to its view, and see that every view is filled. Mutates the views."""
-    missing, extra, misshapen, no_floats = dict(views), [], [], []
+    missing, extra, misshapen, mistyped = dict(views), [], [], []
     for name, tensor in weights:
         view = missing.pop(name, None)
         if view is None:
             if not IGNORED.search(name) and not (name == "lm_head.weight" and checkpoint.config.tie_word_embeddings):
                 extra.append(name)
-        elif view.shape != tensor.shape:
+        elif not has_its_shape(view, tensor):
             misshapen.append(f"{name} is {list(tensor.shape)}, its configuration makes it {list(view.shape)}")
-        elif not tensor.is_floating_point():
-            no_floats.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
+        elif wanted := wanted_dtype(view, tensor):
+            mistyped.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
         else:
             view.copy_(tensor)
     problems = [
         f"{what}: {_some(names)}"
         for what, names in (
-            ("missing", list(missing)),
+            ("missing", [name for name, view in missing.items() if not is_optional(view)]),
             ("not in this architecture", extra),
             ("misshapen", misshapen),
-            ("not of a float type", no_floats),
+            ("of another type", mistyped),
         )
         if names
     ]

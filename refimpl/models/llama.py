@@ -22,6 +22,7 @@ from refimpl.layers.attention import Attention
 from refimpl.layers.linear import MOST_BYTES_TWICE, Linear
 from refimpl.layers.norm import RMSNorm
 from refimpl.layers.rotary import RotaryEmbedding, Rotation, TableRotation
+from refimpl.quantization.awq import AwqLinear
 from refimpl.quantization.method import Destination, LinearMethod
 from refimpl.quantization.plain import PLAIN
 
@@ -134,9 +135,9 @@ class LlamaForCausalLM(nn.Module):
 
     def pack_weights(self) -> None:
         """After loading: move matrices into the layout that this CPU multiplies fastest. Views are void from here on."""
-        small = sum(weight.nbytes for weight in self.parameters()) <= MOST_BYTES_TWICE
-        for module in self.modules():
-            if isinstance(module, Linear):
+        small = self.config.num_parameters * self.lm_head.dtype.itemsize <= MOST_BYTES_TWICE
+        for module in list(self.modules()):
+            if isinstance(module, Linear | AwqLinear):
                 tied = module is self.lm_head and self.config.tie_word_embeddings
                 module.pack(keep_plain=tied, twice=small)
 
