@@ -1,4 +1,4 @@
-"""What quantising costs: perplexity and KL divergence of checkpoints in 4 bits and FP8 beside the model that they are made of."""
+"""What quantising costs: perplexity and KL divergence of checkpoints in 4 bits and FP8 beside the model itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEAREST, AWQ, FP8 = "4 bits, rounded to nearest", "4 bits, AWQ", "FP8"
 def run(
     model: str,
     tokens: int | None = None,
-    calibration_tokens: int = 16_384,
+    calibration_tokens: int = AwqOptions.calibration_tokens,
     device: str = "auto",
     dtype: str = "float32",
     show_progress: bool = False,
@@ -36,32 +36,33 @@ def run(
         AWQ: lambda out: quantize_awq(model, out, aware, show_progress),
         FP8: lambda out: quantize_fp8(model, out, show_progress=show_progress),
     }
-    rows, found = dict[str, Any](), dict[str, Evaluation]()
-    for name, write in ways.items():
-        with tempfile.TemporaryDirectory() as work:
-            start = time.perf_counter()
-            written = write(Path(work) / "quantised")
-            seconds = time.perf_counter() - start
-            found[name] = evaluate(
-                written.folder, model, tokens=tokens, device=device, dtype=dtype, show_progress=show_progress
-            )
-        rows[name] = _row(found[name], written, seconds)
-    checkpoint = open_checkpoint(model)
-    one = found[AWQ]
+    with tempfile.TemporaryDirectory() as work:
+        made = [_timed(write, Path(work) / str(number)) for number, write in enumerate(ways.values())]
+        found = evaluate(
+            [written.folder for written, _ in made], model, tokens=tokens, device=device, dtype=dtype,
+            show_progress=show_progress,
+        )  # fmt: skip
+    checkpoint, first = open_checkpoint(model), found[0]
+    rows = {name: _row(one, *how) for name, one, how in zip(ways, found, made, strict=True)}
     return Result(
         topic="quantization",
         setting=setting(
             model=checkpoint.name,
             model_hash=checkpoint.fingerprint(),
             dtype=dtype,
-            workload=f"{one.tokens:,} tokens of {one.text}, in windows of {one.window:,}",
-            workload_hash=one.text_hash,
+            workload=f"{first.tokens:,} tokens of {first.text}, in windows of {first.window:,}",
+            workload_hash=first.text_hash,
             group_size=check_group_size(checkpoint.config, None),
             calibration=f"{calibration_tokens:,} tokens that the model wrote",
         ),
-        results={"perplexity": one.reference_perplexity} | rows,
-        checks=_checks(found),
+        results={"perplexity": first.reference_perplexity} | rows,
+        checks=_checks(dict(zip(ways, found, strict=True))),
     )
+
+
+def _timed(write: Callable[[Path], Written], out: Path) -> tuple[Written, float]:
+    start = time.perf_counter()
+    return write(out), time.perf_counter() - start
 
 
 def _row(found: Evaluation, written: Written, seconds: float) -> dict[str, Any]:

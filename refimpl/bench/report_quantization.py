@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-HEAD = "| | bits a parameter | perplexity | KL, mean | KL, 99th percentile | same top token | seconds |\n|---|---|---|---|---|---|---|\n"
+HEAD = (
+    "| | bits a parameter | perplexity | KL, mean | KL, 99th percentile | same top token | seconds |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
 
 
 def quantization_table(result: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """AWQ: a checkpoint whose layers' matrices are in 4 bits, with scales found on calibration tokens (Lin et al. 2023).
 
-For each layer, in order: look at what its matrices multiply, search the scales of each group of matrices, fold them into what
-comes before (the layer then computes the same as ever), clip, round, pack. The folder is what AutoAWQ calls version "gemm",
-which transformers, vLLM and refimpl read: of each matrix ``qweight`` [in, out / 8] and ``qzeros`` [in / group, out / 8], eight
-values in an int32, and ``scales`` [in / group, out] in float16. Embeddings, norms and the output head stay in 16 bits.
+For each layer, in order: look at what its matrices multiply, search the scales of each group of matrices, fold them into
+what comes before (the layer then computes the same as ever), clip ranges, choose levels, pack. The folder is what AutoAWQ
+calls version "gemm", which transformers, vLLM and refimpl read: of each matrix ``qweight`` [in, out / 8] and ``qzeros``
+[in / group, out / 8], eight values in an int32, and ``scales`` [in / group, out] in float16. Embeddings, norms and the
+output head stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from refimpl.quantization.awq_layout import pack_awq, quantise_groups
 from refimpl.quantize.calibration import calibration_windows
 from refimpl.quantize.groups import NORMS, Group, fold, groups_of
 from refimpl.quantize.layerwise import LayerByLayer
+from refimpl.quantize.refine import Levels, refine
 from refimpl.quantize.report import LayerReport, Written, written
 from refimpl.quantize.search import ALPHAS, Statistics, clip, search_scales
 from refimpl.quantize.source import Source
@@ -48,6 +50,9 @@ class AwqOptions:
     alphas: Sequence[float] = ALPHAS
     """Exponents of the scales that are tried."""
     clip: bool = True
+    """Whether the ranges of groups are searched."""
+    refine: bool = True
+    """Whether levels are, which are the nearest ones otherwise; off is AWQ as it was published."""
     prompts: Sequence[Any] | None = field(default=None, repr=False)
     """To calibrate on; None: texts that the model writes itself."""
     calibration_tokens: int = 16_384
@@ -107,7 +112,9 @@ def check_group_size(config: ModelConfig, asked: int | None) -> int:
         ConfigError: it divides them not, or there is none.
 
     """
-    inputs = {name: inputs for name, (_, inputs) in zip(("q, k, v", "o", "gate, up", "down"), config.layer_matrices, strict=True)}
+    inputs = {
+        name: inputs for name, (_, inputs) in zip(("q, k, v", "o", "gate, up", "down"), config.layer_matrices, strict=True)
+    }
     legal = [size for size in GROUP_SIZES if all(count % size == 0 for count in inputs.values())]
     sizes = " or ".join(map(str, legal)) or f"none of {', '.join(map(str, GROUP_SIZES))}"
     outputs = {config.num_key_value_heads * config.head_dim, *(count for count, _ in config.layer_matrices)}
@@ -161,10 +168,9 @@ def _quantised_layer(
         alphas, shares = [one.alpha for one in chosen], [one.error for one in chosen]
     for group, gram in zip(groups, grams, strict=True):
         for name in group.matrices:
-            weight = tensors.pop(f"{name}.weight")
-            if gram is not None and options.clip:
-                weight = clip(weight, gram, group_size)
-            tensors |= packed(name, weight, group_size)
+            levels = _levels(tensors.pop(f"{name}.weight"), gram, group_size, options)
+            tensors[f"{name}.qweight"], tensors[f"{name}.qzeros"] = pack_awq(levels.values), pack_awq(levels.zeros)
+            tensors[f"{name}.scales"] = levels.scales
     return LayerReport(alphas, shares)
 
 
@@ -179,11 +185,8 @@ def representable(
     return torch.where((divided == 0) | ~divided.isfinite(), 1.0, weight / divided)
 
 
-def packed(name: str, weight: Float[Tensor, "O C"], group_size: int) -> dict[str, Tensor]:
-    """A matrix as the checkpoint holds it: ``qweight``, ``qzeros`` and ``scales``."""
-    values, zeros, scales = quantise_groups(weight, group_size)
-    return {
-        f"{name}.qweight": pack_awq(values),
-        f"{name}.qzeros": pack_awq(zeros),
-        f"{name}.scales": scales.to(torch.float16),
-    }
+def _levels(weight: Float[Tensor, "O C"], gram: Tensor | None, group_size: int, options: AwqOptions) -> Levels:
+    """A folded matrix in 4 bits; without statistics of its inputs, rounded to nearest."""
+    clipped = clip(weight, gram, group_size) if gram is not None and options.clip else weight
+    nearest = Levels(*quantise_groups(clipped, group_size))
+    return refine(weight, nearest, gram) if gram is not None and options.refine else nearest

@@ -15,6 +15,7 @@ from refimpl.loading.checkpoint import Checkpoint
 from refimpl.speculate.self_text import SelfWriter
 
 CHATS_AT_ONCE = 32
+BLOCK = 16
 TEMPERATURE = 0.8
 """Of the model's answers."""
 
@@ -62,17 +63,20 @@ def _of(checkpoint: Checkpoint, prompts: Sequence[Any]) -> list[int]:
         found += tokenizer.encode(given) if isinstance(given, str) else given
     vocab_size = checkpoint.config.vocab_size
     if any(not isinstance(token, int) or not 0 <= token < vocab_size for token in found):
-        raise ConfigError(f"a calibration prompt has token ids outside the vocabulary; they must be from 0 to {vocab_size - 1}")
+        raise ConfigError(
+            f"a calibration prompt has token ids outside the vocabulary; they must be from 0 to {vocab_size - 1}"
+        )
     return found
 
 
 def _own(checkpoint: Checkpoint, tokens: int, length: int, seed: int, device: str, show_progress: bool) -> list[int]:
     found: list[int] = []
-    with LLM(checkpoint, device=device, max_model_len=length, max_num_seqs=CHATS_AT_ONCE) as llm:
+    first, chats = 0, min(CHATS_AT_ONCE, -(-tokens // length))
+    blocks = chats * -(-length // BLOCK)
+    with LLM(checkpoint, device=device, max_model_len=length, block_size=BLOCK, num_gpu_blocks_override=blocks) as llm:
         writer = SelfWriter(llm, seed, length)
-        first = 0
         while len(found) < tokens:
-            texts = writer.chats(first, CHATS_AT_ONCE, lambda number: TEMPERATURE, show_progress)
+            texts = writer.chats(first, chats, lambda number: TEMPERATURE, show_progress)
             found += texts.token_ids.tolist()
-            first += CHATS_AT_ONCE
+            first += chats
     return found

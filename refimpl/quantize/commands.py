@@ -43,6 +43,9 @@ def awq(
         bool, typer.Option("--no-search", help="Round to nearest: no scales, no clipping, no calibration (a baseline).")
     ] = False,
     no_clip: Annotated[bool, typer.Option("--no-clip", help="Search scales, and clip no ranges.")] = False,
+    no_refine: Annotated[
+        bool, typer.Option("--no-refine", help="Round to the nearest level after both searches, as AWQ was published.")
+    ] = False,
     prompts_file: Annotated[
         Path | None,
         typer.Option(help="Texts to calibrate on: JSON lines, as of generate. Default: texts that the model writes itself."),
@@ -58,7 +61,7 @@ def awq(
     from refimpl.quantize.awq import AwqOptions, quantize_awq
 
     options = AwqOptions(
-        group_size=group_size, search=not no_search, clip=not no_clip,
+        group_size=group_size, search=not no_search, clip=not no_clip, refine=not no_refine,
         prompts=None if prompts_file is None else read_prompts(prompts_file), calibration_tokens=calibration_tokens,
         window=window, seed=seed, device=device, shard_bytes=int(shard_gigabytes * 10**9), overwrite=overwrite,
     )  # fmt: skip
@@ -83,7 +86,7 @@ def _tell(written: Written) -> None:
 
 @quantize.command()
 def evaluate(
-    model: Model,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="One or more quantised models, as of generate.")],
     *,
     against: Annotated[str, typer.Option(help="The model that it was made of, given as MODEL is.")],
     text: Annotated[
@@ -93,15 +96,16 @@ def evaluate(
     window: Annotated[int, typer.Option(help="Tokens that are predicted together; each window begins anew.")] = 1024,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="Of activations, and of weights that are not quantised.")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, with an object for each model.")] = False,
 ) -> None:
-    """Compare a quantised model with the one it was made of: perplexity, and the KL divergence of the next token."""
+    """Compare quantised models with the one they were made of: perplexity, and the KL divergence of the next token."""
     import msgspec
 
     from refimpl.quantize.evaluate import evaluate as compare
+    from refimpl.quantize.evaluate import evaluation_table
 
     found = compare(
-        model, against, text=text, tokens=tokens, window=window, device=device, dtype=dtype,
+        models, against, text=text, tokens=tokens, window=window, device=device, dtype=dtype,
         show_progress=sys.stderr.isatty(),
     )  # fmt: skip
-    typer.echo(json.dumps(msgspec.to_builtins(found)) if as_json else str(found.table()))
+    typer.echo(json.dumps([msgspec.to_builtins(one) for one in found]) if as_json else str(evaluation_table(found)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -61,20 +61,23 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         """How much larger the perplexity is than the reference's, as a share of it."""
         return self.perplexity / self.reference_perplexity - 1
 
-    def table(self) -> Table:
-        """The figures, for people."""
-        rows = [
-            (f"perplexity of {self.against}", f"{self.reference_perplexity:.4f}"),
-            (f"perplexity of {self.model}", f"{self.perplexity:.4f} ({self.increase:+.2%})"),
-            ("KL divergence, mean", f"{self.kl_mean:.5f} nats"),
-            ("KL divergence, 99th percentile", f"{self.kl_p99:.5f} nats"),
-            ("same most probable token", f"{self.same_top_token:.2%}"),
-        ]
-        return table((f"{self.tokens:,} tokens of {self.text}", ""), rows)
+
+HEAD = ("perplexity", "increase", "KL divergence, mean", "99th percentile", "same top token")
+
+
+def evaluation_table(found: Sequence[Evaluation]) -> Table:
+    """Models beside one reference, for people. KL divergences are in nats."""
+    first = found[0]
+    rows = [(first.against, f"{first.reference_perplexity:.4f}", "", "", "", "")]
+    for one in found:
+        figures = (one.perplexity, one.increase, one.kl_mean, one.kl_p99, one.same_top_token)
+        shown = ("{:.4f}", "{:+.2%}", "{:.5f}", "{:.4f}", "{:.2%}")
+        rows.append((one.model, *(form.format(figure) for form, figure in zip(shown, figures, strict=True))))
+    return table((f"{first.tokens:,} tokens of {first.text}", *HEAD), rows)
 
 
 def evaluate(
-    model: Any,
+    models: Sequence[Any],
     against: Any,
     *,
     text: Path | None = None,
@@ -83,11 +86,11 @@ def evaluate(
     device: str = "auto",
     dtype: str = "float32",
     show_progress: bool = False,
-) -> Evaluation:
-    """Compare a model with a reference of the same tokenizer.
+) -> list[Evaluation]:
+    """Compare models with a reference of the same tokenizer. All of them are in memory at the same time.
 
     Args:
-        model: as ``EngineArgs.model``.
+        models: each as ``EngineArgs.model``.
         against: the reference, given likewise.
         text: a file to predict, in UTF-8; None: the one that comes with refimpl.
         tokens: take so many from its beginning; None: all.
@@ -97,23 +100,26 @@ def evaluate(
         show_progress: draw a bar on stderr.
 
     Raises:
-        ConfigError: the two have different tokenizers, or the text is too short or cannot be read.
+        ConfigError: they have different tokenizers, or the text is too short or cannot be read.
 
     """
-    checkpoints = open_checkpoint(model), open_checkpoint(against)
+    checkpoints = [open_checkpoint(model) for model in (*models, against)]
     name, content = _read(text)
     windows = _windows(checkpoints, content, tokens, window)
     place = resolve_device(device)
     with torch.inference_mode():
         predictors = [_Predictor(checkpoint, place, resolve_dtype(dtype, place)) for checkpoint in checkpoints]
-        found = _compare(predictors, windows, place, show_progress)
-    losses, reference_losses, divergences, same = found
-    return Evaluation(
-        model=checkpoints[0].name, against=checkpoints[1].name, text=name,
-        text_hash=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(), tokens=len(losses), window=windows[0].shape[0],
-        perplexity=math.exp(losses.mean()), reference_perplexity=math.exp(reference_losses.mean()),
-        kl_mean=float(divergences.mean()), kl_p99=float(divergences.quantile(0.99)), same_top_token=float(same.mean()),
-    )  # fmt: skip
+        reference_losses, each = _compare(predictors, windows, place, show_progress)
+    text_hash = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    return [
+        Evaluation(
+            model=checkpoint.name, against=checkpoints[-1].name, text=name, text_hash=text_hash,
+            tokens=len(reference_losses), window=len(windows[0]), perplexity=math.exp(losses.mean()),
+            reference_perplexity=math.exp(reference_losses.mean()), kl_mean=float(divergences.mean()),
+            kl_p99=float(divergences.quantile(0.99)), same_top_token=float(same.mean()),
+        )
+        for checkpoint, (losses, divergences, same) in zip(checkpoints, each, strict=False)
+    ]  # fmt: skip
 
 
 def _read(text: Path | None) -> tuple[str, str]:
@@ -127,16 +133,16 @@ def _read(text: Path | None) -> tuple[str, str]:
         raise ConfigError(f"the text cannot be read: {error}; give a file in UTF-8") from error
 
 
-def _windows(
-    checkpoints: tuple[Checkpoint, Checkpoint], content: str, tokens: int | None, window: int
-) -> list[Int[Tensor, "L"]]:
+def _windows(checkpoints: Sequence[Checkpoint], content: str, tokens: int | None, window: int) -> list[Int[Tensor, "L"]]:
     """The text's tokens in pieces; the last one is shorter."""
-    ids, others = (checkpoint.tokenizer().encode(content) for checkpoint in checkpoints)
-    if ids != others or checkpoints[0].config.vocab_size != checkpoints[1].config.vocab_size:
-        raise ConfigError(
-            f"{checkpoints[0].name} and {checkpoints[1].name} have different tokenizers, so their distributions cannot be "
-            "compared; give the checkpoint that the model was made of"
-        )
+    reference = checkpoints[-1]
+    ids = reference.tokenizer().encode(content)
+    for checkpoint in checkpoints[:-1]:
+        if checkpoint.config.vocab_size != reference.config.vocab_size or checkpoint.tokenizer().encode(content) != ids:
+            raise ConfigError(
+                f"{checkpoint.name} and {reference.name} have different tokenizers, so their distributions cannot be "
+                "compared; give the checkpoint that the model was made of"
+            )
     ids = ids[:tokens]
     longest = min(checkpoint.config.max_position_embeddings for checkpoint in checkpoints)
     if not 2 <= window <= longest:
@@ -168,26 +174,29 @@ class _Predictor:
         return self.model.compute_logits(hidden).log_softmax(-1)
 
 
-Figures = tuple[Float[Tensor, "T"], Float[Tensor, "T"], Float[Tensor, "T"], Float[Tensor, "T"]]
-"""At each position: the model's loss, the reference's, their KL divergence, and 1 where the most probable tokens agree."""
+Figures = tuple[Float[Tensor, "T"], Float[Tensor, "T"], Float[Tensor, "T"]]
+"""At each position: a model's loss, its KL divergence, and 1 where its most probable token is the reference's."""
 
 
 def _compare(
-    predictors: list[_Predictor], windows: list[Int[Tensor, "L"]], device: torch.device, show_progress: bool
-) -> Figures:
-    rows_at_once = max(1, LOGITS_AT_ONCE // predictors[0].model.config.vocab_size)
-    found: list[list[Tensor]] = [[], [], [], []]
+    predictors: Sequence[_Predictor], windows: list[Int[Tensor, "L"]], device: torch.device, show_progress: bool
+) -> tuple[Float[Tensor, "T"], list[Figures]]:
+    """The losses of the last predictor, which is the reference, and the figures of the others."""
+    *others, reference = predictors
+    rows_at_once = max(1, LOGITS_AT_ONCE // reference.model.config.vocab_size)
+    reference_losses: list[Tensor] = []
+    found: list[list[Figures]] = [[] for _ in others]
     with tqdm(total=sum(map(len, windows)), unit=" tokens", disable=not show_progress) as bar:
         for batch in _batches(windows):
-            states = [predictor.hidden(batch) for predictor in predictors]
-            predicted, targets = _predicted(batch, device)
-            for rows, goals in zip(predicted.split(rows_at_once), targets.split(rows_at_once), strict=True):
-                slices = [p.log_probabilities(s[rows]) for p, s in zip(predictors, states, strict=True)]
-                for figures, values in zip(found, _figures(*slices, goals), strict=True):
-                    figures.append(values.double().cpu())
+            expected, *states = [predictor.hidden(batch) for predictor in (reference, *others)]
+            for rows, targets in _predicted(batch, device, rows_at_once):
+                p = reference.log_probabilities(expected[rows])
+                reference_losses.append(_losses(p, targets))
+                for predictor, state, figures in zip(others, states, found, strict=True):
+                    figures.append(_figures(predictor.log_probabilities(state[rows]), p, targets))
             bar.update(batch.numel())
-    losses, reference_losses, divergences, same = (torch.cat(figures) for figures in found)
-    return losses, reference_losses, divergences, same
+    joined = [tuple(torch.cat(parts) for parts in zip(*figures, strict=True)) for figures in found]
+    return torch.cat(reference_losses), [(losses, divergences, same) for losses, divergences, same in joined]
 
 
 def _batches(windows: list[Int[Tensor, "L"]]) -> Iterator[Int[Tensor, "N L"]]:
@@ -199,14 +208,21 @@ def _batches(windows: list[Int[Tensor, "L"]]) -> Iterator[Int[Tensor, "N L"]]:
     yield from (window.unsqueeze(0) for window in windows[len(whole) :])
 
 
-def _predicted(batch: Int[Tensor, "N L"], device: torch.device) -> tuple[Int[Tensor, "R"], Int[Tensor, "R"]]:
-    """The rows of a batch that have a token after them in their window, and those tokens."""
+def _predicted(
+    batch: Int[Tensor, "N L"], device: torch.device, at_once: int
+) -> Iterator[tuple[Int[Tensor, "R"], Int[Tensor, "R"]]]:
+    """The rows of a batch that have a token after them in their window, and those tokens; a slice at a time."""
     count, length = batch.shape
-    rows = torch.arange(count * length).view(count, length)[:, :-1].flatten()
-    return rows.to(device), batch[:, 1:].flatten().to(device)
+    rows = torch.arange(count * length).view(count, length)[:, :-1].flatten().to(device)
+    targets = batch[:, 1:].flatten().to(device)
+    yield from zip(rows.split(at_once), targets.split(at_once), strict=True)
 
 
-def _figures(ours: Float[Tensor, "R V"], reference: Float[Tensor, "R V"], targets: Int[Tensor, "R"]) -> Figures:
-    losses, reference_losses = (-x.gather(1, targets.unsqueeze(1)).squeeze(1) for x in (ours, reference))
-    divergences = (reference.exp() * (reference - ours)).sum(-1)
-    return losses, reference_losses, divergences, (ours.argmax(-1) == reference.argmax(-1)).float()
+def _losses(log_probabilities: Float[Tensor, "R V"], targets: Int[Tensor, "R"]) -> Float[Tensor, "R"]:
+    return -log_probabilities.gather(1, targets.unsqueeze(1)).squeeze(1).double().cpu()
+
+
+def _figures(q: Float[Tensor, "R V"], p: Float[Tensor, "R V"], targets: Int[Tensor, "R"]) -> Figures:
+    divergences = (p.exp() * (p - q)).sum(-1)
+    same = q.argmax(-1) == p.argmax(-1)
+    return _losses(q, targets), divergences.double().cpu(), same.double().cpu()

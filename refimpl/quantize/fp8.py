@@ -1,8 +1,8 @@
 """FP8: a checkpoint whose layers' matrices are in e4m3, with a float32 scale for each output channel.
 
 Activations are quantised a token at a time when the model runs, so nothing is calibrated. The folder is in the form of
-compressed-tensors ("float-quantized", weights by channel, dynamic activations by token): vLLM and transformers both read that
-one, while quant_method "fp8" means blocks of 128 × 128 to transformers and one scale a matrix to vLLM.
+compressed-tensors ("float-quantized", weights by channel, dynamic activations by token): vLLM and transformers both read
+that one, while quant_method "fp8" means blocks of 128 × 128 to transformers and one scale a matrix to vLLM.
 """
 
 from __future__ import annotations

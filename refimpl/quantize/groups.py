@@ -2,12 +2,15 @@
 
 ::
 
-    input_layernorm ─► q, k, v      v ─(attention)─► o      post_attention_layernorm ─► gate, up      up ─(· silu(gate))─► down
+    input_layernorm ──────────► q, k, v
+    v ──(attention)───────────► o
+    post_attention_layernorm ─► gate, up
+    up ──(· silu(gate))───────► down
 
-Multiply an input channel of the matrices by s, and divide by s what makes the channel: the layer computes the same. Attention
-mixes tokens and not channels, so a channel of V goes straight to O; where several query heads share a head of V (grouped-query
-attention), the channels of O that come of one channel of V have one scale. Up's output reaches down through a product with the
-gate, channel by channel.
+Multiply an input channel of the matrices by s, and divide by s what makes the channel: the layer computes the same.
+Attention mixes tokens and not channels, so a channel of V goes straight to O; where several query heads share a head of V
+(grouped-query attention), the channels of O that come of one channel of V have one scale. Up's output reaches down through a
+product with the gate, channel by channel.
 """
 
 from __future__ import annotations

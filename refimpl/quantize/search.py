@@ -21,14 +21,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refimpl.quantization.awq_layout import dequantise_groups, quantise_groups
+from refimpl.quantization.awq_layout import LARGEST, float16_above_0
 from refimpl.quantize.groups import Group
 
 ALPHAS = tuple(i / 20 for i in range(21))
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55)
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 """Shares of a group's range."""
-SWEEPS = 2
-"""Times that every group's range is chosen; from the second on, beside the others' chosen ones."""
+ROWS = 512
+"""Outputs of a group of matrices by which scales are compared, evenly spaced: more would not decide otherwise."""
 
 
 @dataclass
@@ -64,8 +64,17 @@ class Statistics:
 
 
 def rounded(weight: Float[Tensor, "O C"], group_size: int) -> Float[Tensor, "O C"]:
-    """A matrix as it is after quantising: rounded to 16 levels a group of input channels."""
-    return dequantise_groups(*quantise_groups(weight, group_size)).to(weight.dtype)
+    """A matrix rounded to 16 levels a group of input channels.
+
+    The numbers of :func:`refimpl.quantization.awq_layout.quantise_groups`, without transposing the matrix to integers and
+    back: a search rounds one dozens of times.
+    """
+    groups = weight.unflatten(1, (-1, group_size))
+    least, most = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    scales = float16_above_0((most - least) / LARGEST).to(weight.dtype)
+    zeros = (-least / scales).round_().clamp_(0, LARGEST)
+    levels = (groups / scales).round_().clamp_(-zeros, LARGEST - zeros)
+    return levels.mul_(scales).flatten(1)
 
 
 def output_error(difference: Float[Tensor, "O C"], gram: Float[Tensor, "C C"]) -> Float[Tensor, ""]:
@@ -91,7 +100,7 @@ class Chosen:
 
 def search_scales(
     group: Group,
-    weights: Sequence[Float[Tensor, "O C"]],
+    weights: Sequence[Float[Tensor, "_ C"]],
     statistics: Statistics,
     group_size: int,
     alphas: Sequence[float] = ALPHAS,
@@ -99,6 +108,7 @@ def search_scales(
     """The scales, among those of ``alphas``, of the least error of all outputs of the group's matrices together."""
     means = group.gathered(statistics.mean_absolute)
     stacked = torch.cat(list(weights))
+    stacked = stacked[:: max(1, len(stacked) // ROWS)]
     gram = statistics.scaled(torch.ones_like(statistics.absolute))
     errors = []
     for alpha in alphas:
@@ -115,7 +125,6 @@ def clip(
     gram: Float[Tensor, "C C"],
     group_size: int,
     shrinks: Sequence[float] = SHRINKS,
-    sweeps: int = SWEEPS,
 ) -> Float[Tensor, "O C"]:
     """The matrix with each row's groups clamped to that share of their range at which the outputs' error is least.
 
@@ -124,12 +133,11 @@ def clip(
     original = weight.split(group_size, dim=1)
     clamped = list(original)
     errors = rounded(weight, group_size).sub_(weight)
-    for _ in range(sweeps):
-        for number, values in enumerate(original):
-            columns = slice(number * group_size, (number + 1) * group_size)
-            own = gram[columns, columns]
-            others = errors @ gram[:, columns] - errors[:, columns] @ own
-            clamped[number], errors[:, columns] = _best_range(values, own, others, shrinks)
+    for number, values in enumerate(original):
+        columns = slice(number * group_size, (number + 1) * group_size)
+        own = gram[columns, columns]
+        others = errors @ gram[:, columns] - errors[:, columns] @ own
+        clamped[number], errors[:, columns] = _best_range(values, own, others, shrinks)
     return torch.cat(clamped, dim=1)
 
 

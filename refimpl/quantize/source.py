@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from refimpl.errors import CheckpointError, UnsupportedModelError
 from refimpl.loading.checkpoint import IGNORED, Checkpoint, open_checkpoint
 from refimpl.loading.folder import FolderCheckpoint
 from refimpl.loading.hf_config import write_config
-from refimpl.quantize.groups import MATRICES, NORMS, matrix_names
+from refimpl.models.registry import build_model
+from refimpl.quantize.groups import matrix_names
 
 BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 """What a checkpoint folder holds beside its weights, as far as it is read again: tokenizer, chat template, licence."""
@@ -30,31 +32,28 @@ class Source:
         model: as ``EngineArgs.model``: a folder, a GGUF file (whose weights are dequantised first), a name, an object.
 
     Raises:
-        UnsupportedModelError: it is quantised already, or its layers are of another shape than Llama's.
-        CheckpointError: tensors are missing.
+        UnsupportedModelError: it is quantised already.
+        CheckpointError: tensors are missing or extra.
 
     """
 
     def __init__(self, model: Any) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(model)
-        self._raw = self._raw_config()
-        if found := self._raw.get("quantization_config"):
-            method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
-            raise UnsupportedModelError(
-                f"{self.checkpoint.name} is quantised already ({method}); give the checkpoint that it was made of"
-            )
         self.config: ModelConfig = self.checkpoint.config
+        if self.config.quantization is not None:
+            raise UnsupportedModelError(
+                f"{self.checkpoint.name} is quantised already ({self.config.quantization.title}); give the checkpoint that "
+                "it was made of"
+            )
+        self._raw = self._raw_config()
         self.weights: Mapping[str, Tensor] = self._named()
 
     def _raw_config(self) -> dict[str, Any]:
         """config.json of a folder; empty for what has none."""
         if not isinstance(self.checkpoint, FolderCheckpoint):
             return {}
-        try:
-            raw = json.loads((self.checkpoint.folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}  # reading its configuration says what is wrong
-        return raw if isinstance(raw, dict) else {}
+        raw: dict[str, Any] = json.loads((self.checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+        return raw
 
     def _named(self) -> dict[str, Tensor]:
         tied = self.config.tie_word_embeddings
@@ -63,25 +62,22 @@ class Source:
             for name, tensor in self.checkpoint.weights()
             if not IGNORED.search(name) and not (tied and name == "lm_head.weight")
         }
-        layers = range(self.config.num_hidden_layers)
-        of_layers = {f"model.layers.{i}.{part}.weight" for i in layers for part in (*MATRICES, *NORMS)}
-        outside = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if tied else {"lm_head.weight"})
-        expected = of_layers | outside
-        if missing := sorted(expected - found.keys()):
-            raise CheckpointError(
-                f"{self.checkpoint.name} lacks {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; download "
-                "it again, or give a model of Llama's shape"
-            )
-        self._refuse_strangers(found.keys() - expected)
+        expected = self._expected()
+        for problem, names in (
+            ("lacks", expected - found.keys()),
+            ("has, beyond its architecture,", found.keys() - expected),
+        ):
+            if names:
+                some = ", ".join(sorted(names)[:3]) + (" and more" if len(names) > 3 else "")
+                raise CheckpointError(f"{self.checkpoint.name} {problem} {some}; download it again, or give another model")
         return found
 
-    def _refuse_strangers(self, names: Iterable[str]) -> None:
-        """Biases are kept as they are; any other tensor of a layer means that it computes something else."""
-        strange = sorted(name for name in names if not name.endswith(".bias"))
-        if strange:
-            raise UnsupportedModelError(
-                f"{self.checkpoint.name} has {', '.join(strange[:3])}, which no Llama has: quantising it is not implemented"
-            )
+    def _expected(self) -> set[str]:
+        """The names of all tensors: those of a model of one layer, for every layer."""
+        one_layer = dataclasses.replace(self.config, num_hidden_layers=1)
+        names = build_model(one_layer, torch.float32, torch.device("meta")).checkpoint_views()
+        layers = range(self.config.num_hidden_layers)
+        return {name.replace("model.layers.0.", f"model.layers.{i}.", 1) for name in names for i in layers}
 
     def matrices(self) -> list[str]:
         """Names, without ``.weight``, of everything that is quantised: the matrices of the layers."""

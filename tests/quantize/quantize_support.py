@@ -10,7 +10,7 @@ from tests_support import full_logits
 
 from refimpl.loading.checkpoint import load_model
 from refimpl.models.tiny import tiny
-from refimpl.quantization.awq_layout import dequantise_groups, unpack_awq
+from refimpl.quantization.awq_layout import unpack_awq
 
 CPU = torch.device("cpu")
 TEXT = [(7 * i * i + 3 * i) % 256 for i in range(96)]
@@ -33,7 +33,7 @@ class Changed:
 
 
 def with_outliers(**sizes):
-    """A tiny model whose layers' inputs have a few channels that are far larger than the others, as those of large models."""
+    """A tiny model whose layers' inputs have a few channels that are far larger than the others, as in large models."""
     checkpoint = tiny(**sizes)
     tensors = {}
     for name, tensor in checkpoint.weights():
@@ -66,8 +66,10 @@ def dequantised(folder, source):
     for name, tensor in found.items():
         matrix, _, part = name.rpartition(".")
         if part == "qweight":
-            packed = (unpack_awq(tensor), unpack_awq(found[f"{matrix}.qzeros"]), found[f"{matrix}.scales"])
-            wide[f"{matrix}.weight"] = dequantise_groups(*packed)
+            values, zeros, scales = unpack_awq(tensor), unpack_awq(found[f"{matrix}.qzeros"]), found[f"{matrix}.scales"]
+            size = len(values) // len(zeros)
+            levels = values.double() - zeros.repeat_interleave(size, 0).double()
+            wide[f"{matrix}.weight"] = (levels * scales.repeat_interleave(size, 0).double()).T
         elif part == "weight" and f"{matrix}.weight_scale" in found:
             wide[name] = tensor.float() * found[f"{matrix}.weight_scale"]
         elif part == "weight":

@@ -23,10 +23,20 @@ def test_the_folder_is_in_the_form_of_compressed_tensors(tmp_path):
     assert torch.equal(found[f"{name}.weight_scale"][:, 0], scales.float())
     assert found["model.embed_tokens.weight"].dtype == found["model.layers.0.input_layernorm.weight"].dtype == torch.float16
     config = config_of(tmp_path / "fp8")["quantization_config"]
-    assert (config["quant_method"], config["format"], config["ignore"]) == ("compressed-tensors", "float-quantized", ["lm_head"])
+    assert (config["quant_method"], config["format"], config["ignore"]) == (
+        "compressed-tensors",
+        "float-quantized",
+        ["lm_head"],
+    )
     [group] = config["config_groups"].values()
     assert group["weights"] == {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
-    assert group["input_activations"] == {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    assert group["input_activations"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
     assert 8 < written.bits_per_parameter < 16
 
 
