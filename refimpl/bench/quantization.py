@@ -22,6 +22,7 @@ NEAREST, AWQ, FP8 = "4 bits, rounded to nearest", "4 bits, AWQ", "FP8"
 
 def run(
     model: str,
+    text: Path | None = None,
     tokens: int | None = None,
     calibration_tokens: int = AwqOptions.calibration_tokens,
     device: str = "auto",
@@ -39,7 +40,7 @@ def run(
     with tempfile.TemporaryDirectory() as work:
         made = [_timed(write, Path(work) / str(number)) for number, write in enumerate(ways.values())]
         found = evaluate(
-            [written.folder for written, _ in made], model, tokens=tokens, device=device, dtype=dtype,
+            [written.folder for written, _ in made], model, text=text, tokens=tokens, device=device, dtype=dtype,
             show_progress=show_progress,
         )  # fmt: skip
     checkpoint, first = open_checkpoint(model), found[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,29 +44,18 @@ def new_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
 
     """
     check_out(out, overwrite)
-    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
-        work.chmod(0o777 & ~_umask())  # mkdtemp's is the owner's alone
-        yield work
-        if overwrite and out.exists():
-            old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-old-"))
-            os.replace(out, old)
-            os.replace(work, out)
-            shutil.rmtree(old)
-        else:
-            os.replace(work, out)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as work:
+            made = Path(work) / out.name
+            made.mkdir()
+            yield made
+            if out.exists():  # empty, or to be overwritten; it goes when the work folder goes
+                os.replace(out, Path(work) / "old")
+            os.replace(made, out)
     except RefimplError:
         raise  # some of them are OSErrors too
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error}); give another folder, or make room") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class ShardWriter:

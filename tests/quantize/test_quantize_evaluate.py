@@ -1,5 +1,6 @@
 """`refimpl quantize evaluate`: perplexity and KL divergence are what their formulas say, however the work is cut."""
 
+import dataclasses
 import json
 import math
 
@@ -8,6 +9,9 @@ import torch
 from quantize_support import CPU, Changed
 from tests_support import full_logits
 
+from refimpl.bench.quantization import AWQ, FP8, NEAREST
+from refimpl.bench.quantization import run as run_benchmark
+from refimpl.bench.report_quantization import quantization_table
 from refimpl.cli import main
 from refimpl.errors import ConfigError
 from refimpl.loading.checkpoint import load_model
@@ -132,3 +136,18 @@ def test_mistakes_on_the_command_line_are_told_in_a_sentence(run, tmp_path):
     code, out, err = run("awq", "tiny")
     assert code == 2
     assert "--out" in err
+
+
+# ---------------------------------------------------------------------- the benchmark
+
+
+def test_the_benchmark_quantises_and_compares(text):
+    result = run_benchmark("tiny", text, tokens=60, calibration_tokens=64)
+    assert set(result.results) == {"perplexity", NEAREST, AWQ, FP8}
+    assert result.results[FP8]["kl_mean"] < result.results[AWQ]["kl_mean"] < result.results[NEAREST]["kl_mean"]
+    assert {check.name for check in result.checks} == {
+        "awq_perplexity_increase", "awq_share_of_rounding_to_nearest", "fp8_perplexity_increase"
+    }  # fmt: skip
+    table = quantization_table(json.loads(json.dumps(dataclasses.asdict(result))))
+    assert f"\n| {AWQ} | " in table
+    assert "59 tokens of text.txt" in table

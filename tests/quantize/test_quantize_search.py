@@ -133,7 +133,7 @@ def test_refined_levels_lessen_the_error_further_and_stay_levels():
     nearest = Levels(*quantise_groups(weight, 32))
     once, thrice = (refine(weight, nearest, gram, sweeps) for sweeps in (1, 3))
     errors = [output_error(levels.widened() - weight, gram) for levels in (nearest, once, thrice)]
-    assert errors[2] < errors[1] < 0.5 * errors[0]
+    assert errors[2] < errors[1] < 0.9 * errors[0]
     assert thrice.values.dtype == torch.uint8
     assert int(thrice.values.max()) <= 15
     assert torch.equal(thrice.zeros, nearest.zeros)
