@@ -59,7 +59,9 @@ def calibration_windows(
 def _of(checkpoint: Checkpoint, prompts: Sequence[Any]) -> list[int]:
     tokenizer, found = checkpoint.tokenizer(), list[int]()
     for prompt in prompts:
-        given = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+        given: str | list[int] = prompt
+        if isinstance(prompt, dict):
+            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         found += tokenizer.encode(given) if isinstance(given, str) else given
     vocab_size = checkpoint.config.vocab_size
     if any(not isinstance(token, int) or not 0 <= token < vocab_size for token in found):

@@ -68,7 +68,7 @@ HEAD = ("perplexity", "increase", "KL divergence, mean", "99th percentile", "sam
 def evaluation_table(found: Sequence[Evaluation]) -> Table:
     """Models beside one reference, for people. KL divergences are in nats."""
     first = found[0]
-    rows = [(first.against, f"{first.reference_perplexity:.4f}", "", "", "", "")]
+    rows: list[tuple[str, ...]] = [(first.against, f"{first.reference_perplexity:.4f}", "", "", "", "")]
     for one in found:
         figures = (one.perplexity, one.increase, one.kl_mean, one.kl_p99, one.same_top_token)
         shown = ("{:.4f}", "{:+.2%}", "{:.5f}", "{:.4f}", "{:.2%}")
@@ -167,7 +167,8 @@ class _Predictor:
         stand_ins = [LayerKV(*[torch.empty(0, dtype=dtype, device=self._device)] * 2) for _ in self.model.layers]
         positions = torch.arange(length, device=self._device).repeat(count)
         step = DenseStep(stand_ins, count, ())
-        return self.model(windows.flatten().to(self._device), positions, stand_ins, step)
+        hidden: Tensor = self.model(windows.flatten().to(self._device), positions, stand_ins, step)
+        return hidden
 
     def log_probabilities(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
         """Of the next token, behind some of them."""

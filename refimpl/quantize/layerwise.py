@@ -68,17 +68,18 @@ class LayerByLayer:
         return self._hidden.device
 
     def advance(self) -> list[Statistics]:
-        """Run the next layer, and give the statistics of its groups' inputs, in the order of computing."""
+        """Run the next layer, and give the statistics of its groups' inputs, in the order in which it computes."""
         self._fill(self._next)
         self._next += 1
         layer = self._model.layers[0]
-        matrices = [layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
-        for matrix in matrices:
-            matrix.statistics = Statistics.empty(matrix.weight.shape[1], self.device)
+        matrices = [module for module in layer.modules() if isinstance(module, ObservedLinear)]
+        found = [Statistics.empty(matrix.weight.shape[1], self.device) for matrix in matrices]
+        for matrix, statistics in zip(matrices, found, strict=True):
+            matrix.statistics = statistics
         count, length = self._windows
         for start in range(0, count, rows := max(1, TOKENS_AT_ONCE // length)):
             self._run(layer, self._hidden[start : start + rows])
-        return [matrix.statistics for matrix in matrices]
+        return found
 
     def _fill(self, number: int) -> None:
         """Copy a layer's weights into the one that is there."""

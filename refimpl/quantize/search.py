@@ -74,7 +74,8 @@ def rounded(weight: Float[Tensor, "O C"], group_size: int) -> Float[Tensor, "O C
     scales = float16_above_0((most - least) / LARGEST).to(weight.dtype)
     zeros = (-least / scales).round_().clamp_(0, LARGEST)
     levels = (groups / scales).round_().clamp_(-zeros, LARGEST - zeros)
-    return levels.mul_(scales).flatten(1)
+    result: Tensor = levels.mul_(scales).flatten(1)
+    return result
 
 
 def output_error(difference: Float[Tensor, "O C"], gram: Float[Tensor, "C C"]) -> Float[Tensor, ""]:
