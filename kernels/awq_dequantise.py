@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from refimpl.kernels.awq_gemm import check_weights, load_chunk, load_zero, whole_numbers
+from refimpl.kernels.awq_gemm import check_weights, load_chunk, whole_numbers
 from refimpl.kernels.launch import check_last_axis, check_same, device_of
 from refimpl.kernels.overlap import after_previous, overlapping
 
@@ -41,12 +41,12 @@ def awq_dequantise_kernel(
     inside = row < out_features
     row = tl.where(inside, row, 0)
     tile = load_chunk(words + row.to(tl.int64) * words_stride, chunk, GROUP // 2)
+    zero = tl.load(zeros + chunk * zeros_stride + row)
     places = result + row.to(tl.int64) * result_stride
     after_previous(OVERLAP)
     for group in tl.static_range(4):
         number_of_group = 4 * chunk + group
         scale = tl.load(scales + number_of_group * scales_stride + row).to(tl.float32)
-        zero = load_zero(zeros + number_of_group * zeros_stride, row)
         weight = whole_numbers(tile, zero, group, tl.float32) * scale[:, None]
         column = number_of_group * GROUP + tl.arange(0, GROUP)
         mask = inside[:, None] & (column < in_features)[None, :]

@@ -28,19 +28,31 @@ from torch import Tensor
 
 from refimpl.errors import RefimplError
 from refimpl.kernels.attention_tiles import operand, target_of
-from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, most_tokens, padded_groups
+from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, TENSOR_CORES_FROM, most_tokens, padded_groups
 from refimpl.kernels.fp8_gemm import all_parts, rows_of
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
 
 PROCESSORS = 132
 """Of an H200, for which the cuts are reckoned."""
-ROWS = 128
-"""Of a weight in a tile: with 16 tokens, what a program reads of x is half of what it reads of the weight."""
-NUM_WARPS = 8
+LEAST_ROWS = 64
+"""Of a weight in a tile, on any device."""
 MOST_IN_A_TILE = 64
 """Tokens."""
 GROUP_SIZES = (32, 64, 128)
+# Two weights at once: a pair of nibbles at bits 0 and 16 into the bits of 128 (1,024), less 128 (1,024) + zero, twice. Said
+# in PTX, since LLVM takes each register apart into its halves, and puts it together again: 4 instructions a weight, not 2.7.
+IN_BFLOAT16 = tl.constexpr("""{
+.reg .b32 pair, less;
+mov.b32 less, 0xBF80BF80;
+lop3.b32 pair, $1, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, $2, less, pair;
+}""")
+IN_FLOAT16 = tl.constexpr("""{
+.reg .b32 pair;
+lop3.b32 pair, $1, 0x000F000F, 0x64006400, 0xEA;
+sub.rn.f16x2 $0, pair, $2;
+}""")
 
 
 def serves(num_tokens: int, device: torch.device) -> bool:
@@ -62,19 +74,32 @@ class Cut(NamedTuple):
     num_warps: int
 
 
-def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int) -> Cut:
-    """The cut for a number of tokens and a weight of ``num_rows`` rows.
+def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capability: int) -> Cut:
+    """The cut for a number of tokens and a weight of ``num_rows`` rows; reckoned, and not measured yet.
 
-    Two programs or more for every processor, each of one chunk of four groups at least; up to eight where each keeps four.
+    From 16 tokens on tiles are tall, so that what a program reads of x is half of what it reads of the weight. Programs are
+    two or more for every processor, each of one chunk of four groups at least; and so many that they come in four waves
+    where each keeps four chunks.
     """
     tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE)
-    programs = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, tokens)
+    if capability < TENSOR_CORES_FROM:
+        rows, num_warps, num_stages, at_once = LEAST_ROWS, 4, 2, 4
+    elif tokens == 8:
+        rows, num_warps, num_stages, at_once = LEAST_ROWS, 4, 3, 4
+    else:
+        rows, num_warps, num_stages, at_once = 128, 8, 3 if tokens == 16 else 2, 2
+    programs = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
     chunks, splits = padded_groups(in_features, group_size) // GROUPS_IN_A_CHUNK, 1
     while (programs * splits < 2 * PROCESSORS and chunks >= 2 * splits) or (
-        2 * programs * splits <= 8 * PROCESSORS and chunks >= 8 * splits
+        2 * programs * splits <= 4 * at_once * PROCESSORS and chunks >= 8 * splits
     ):
         splits *= 2
-    return Cut(tokens, ROWS, 3 if tokens <= 16 else 2, splits, NUM_WARPS)
+    return Cut(tokens, rows, num_stages, splits, num_warps)
+
+
+def operand_of(dtype: torch.dtype) -> tl.dtype:
+    """What the operands of the products are held in: x's dtype, and float32 in Triton's interpreter, which has no PTX."""
+    return tl.float32 if triton.knobs.runtime.interpret else operand(dtype)
 
 
 @triton.jit
@@ -87,28 +112,28 @@ def load_chunk(rows: tl.tensor, chunk: tl.tensor, WORDS: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def load_zero(zeros: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """A group's zero points of some rows, of which two share a byte. ``[ROWS]``, from 0 to 15."""
-    return (tl.load(zeros + row // 2).to(tl.int32) >> (row % 2 * 4)) & 15
-
-
-@triton.jit
-def whole_numbers(words: tl.tensor, zero: tl.tensor, GROUP: tl.constexpr, OPERAND: tl.constexpr) -> tl.tensor:
+def whole_numbers(words: tl.tensor, zeros: tl.tensor, GROUP: tl.constexpr, OPERAND: tl.constexpr) -> tl.tensor:
     """``value − zero`` of the weights of group GROUP (0 to 3) of a chunk: ``[ROWS, WORDS]`` to ``[ROWS, 2 · WORDS]``.
 
-    ``zero [ROWS]`` is that group's.
+    ``zeros [ROWS]`` are the chunk's. Words and zeros come straight from loads, and nothing that hangs on a row's or a
+    column's number takes part: so the compiler can have the words lie among the threads as tensor cores want them.
     """
-    pair = (words >> (4 * GROUP)) & 0x000F000F
-    if tl.float32 == OPERAND:
-        first, second, zero = (pair & 0xFFFF).to(OPERAND), (pair >> 16).to(OPERAND), zero.to(OPERAND)
+    pairs, zero = words >> (4 * GROUP), (zeros >> (4 * GROUP)) & 15
+    if OPERAND == tl.float32:  # noqa: SIM300 - a constexpr is no constant to Python
+        first, second = (pairs & 15).to(OPERAND), ((pairs >> 16) & 15).to(OPERAND)
+        less = zero.to(OPERAND)[:, None]
+        first, second = first - less, second - less
     else:
-        BITS: tl.constexpr = 0x4300 if tl.bfloat16 == OPERAND else 0x6400  # of 128, and of 1,024
-        pair = pair | (BITS * 0x00010001)
-        first = (pair & 0xFFFF).to(tl.int16).to(OPERAND, bitcast=True)
-        second = (pair >> 16).to(tl.int16).to(OPERAND, bitcast=True)
-        zero = (zero.to(tl.int16) | BITS).to(OPERAND, bitcast=True)
-    pairs = tl.join(first, second)  # [ROWS, WORDS, 2]
-    return tl.reshape(pairs, (words.shape[0], 2 * words.shape[1])) - zero[:, None]
+        both = zero.to(tl.int32) * 0x00010001
+        if OPERAND == tl.bfloat16:  # noqa: SIM300
+            pairs = tl.inline_asm_elementwise(
+                IN_BFLOAT16, "=r,r,r", [pairs, (both | 0x43004300)[:, None]], tl.int32, True, 1
+            )
+        else:
+            pairs = tl.inline_asm_elementwise(IN_FLOAT16, "=r,r,r", [pairs, (both | 0x64006400)[:, None]], tl.int32, True, 1)
+        first = (pairs & 0xFFFF).to(tl.int16).to(OPERAND, bitcast=True)
+        second = (pairs >> 16).to(tl.int16).to(OPERAND, bitcast=True)
+    return tl.reshape(tl.join(first, second), (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # one compilation for any number that a tile has room for
@@ -149,10 +174,10 @@ def awq_linear_kernel(
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
     for chunk in range(first, tl.minimum(first + each, chunks)):
         tile = load_chunk(rows, chunk, GROUP // 2)
+        zero = tl.load(zeros + chunk * zeros_stride + row)
         for group in tl.static_range(4):
             number_of_group = 4 * chunk + group
             scale = tl.load(scales + number_of_group * scales_stride + row).to(tl.float32)
-            zero = load_zero(zeros + number_of_group * zeros_stride, row)
             column = number_of_group * GROUP + tl.arange(0, GROUP)
             mask = there[None, :] & (column < in_features)[:, None]
             number = tl.load(numbers[None, :] + column[:, None], mask=mask, other=0.0).to(OPERAND)  # [GROUP, TOKENS]
@@ -215,7 +240,7 @@ def awq_gated_linear(
 
 def num_arrivals(num_rows: int, num_tokens: int = MOST_IN_A_TILE) -> int:
     """How many tiles of outputs there are for so many tokens, or fewer."""
-    return int(triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
+    return int(triton.cdiv(num_rows, LEAST_ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
 
 
 def check_weights(words: Tensor, scales: Tensor, zeros: Tensor, group_size: int, in_features: int) -> None:
@@ -233,7 +258,7 @@ def check_weights(words: Tensor, scales: Tensor, zeros: Tensor, group_size: int,
     check_last_axis(words=words, scales=scales, zeros=zeros)
     check_same("sizes", words=tuple(words.shape), rows=(len(words), groups * group_size // 8))
     check_same("sizes", scales=tuple(scales.shape), groups=(groups, len(words)))
-    check_same("sizes", zeros=tuple(zeros.shape), halves=(groups, -(-len(words) // 2)))
+    check_same("sizes", zeros=tuple(zeros.shape), chunks=(groups // GROUPS_IN_A_CHUNK, len(words)))
 
 
 def _launch(
@@ -253,7 +278,7 @@ def _launch(
     check_weights(words, scales, zeros, group_size, in_features)
     if not T or not num_rows:
         return result
-    one = cut(T, num_rows, in_features, group_size)
+    one = cut(T, num_rows, in_features, group_size, target_of(x.device).capability)
     grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, one.rows), one.splits)
     parts = scales  # not looked at
     if one.splits > 1:
@@ -267,7 +292,7 @@ def _launch(
             *(*strides, T, result.shape[1], in_features),
             GATED=gated,
             **compiled_in(one, group_size),
-            OPERAND=operand(x.dtype),
+            OPERAND=operand_of(x.dtype),
             num_warps=one.num_warps,
             num_stages=one.num_stages,
             **overlapping(x),

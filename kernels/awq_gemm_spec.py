@@ -51,7 +51,7 @@ def _make_dequantised(shape: Shape, dtype: torch.dtype, device: torch.device, se
 
 
 def _signature(capability: int) -> dict[str, str]:
-    tensors = {"words": torch.int32, "scales": torch.float16, "zeros": torch.uint8}
+    tensors = {"words": torch.int32, "scales": torch.float16, "zeros": torch.int16}
     signature = {name: pointer(dtype) for name, dtype in tensors.items()} | {"result": pointer(dtypes_for(capability)[0])}
     strides = ("words_stride", "scales_stride", "zeros_stride", "result_stride")
     return signature | dict.fromkeys((*strides, "out_features", "in_features"), "i32")
@@ -63,15 +63,22 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
         signature = _signature(capability) | {"x": pointer(dtype), "parts": pointer(torch.float32)}
         signature |= {"arrivals": pointer(torch.int32), "x_stride": "i32", "num_tokens": "i32"}
         found = []
-        served = [(1, 57344, 8192)] if gated else [(1, 8192, 28672)]
-        if capability >= 80:
-            served += [(16, 57344, 8192), (64, 57344, 8192)] if gated else [(16, 8192, 28672), (64, 57344, 8192)]
-        for tokens, outputs, inputs in served:
-            one = cut(tokens, outputs, inputs, 128)
+        served = ((16, 57344, 8192),) if gated else ((1, 8192, 28672), (64, 57344, 8192))
+        for tokens, outputs, inputs in served if capability >= 80 else ((1, 57344 if gated else 8192, 8192),):
+            one = cut(tokens, outputs, inputs, 128, capability)
             compiled = {"GATED": gated, "OPERAND": operand(dtype), "OVERLAP": capability >= OVERLAPS_FROM}
-            compiled |= compiled_in(one, 128)
-            label, odd = f"{tokens} tokens, {outputs} outputs", frozenset({"num_tokens"})
-            found.append(Compile(awq_linear_kernel, signature, compiled, one.num_warps, one.num_stages, odd, label))
+            found.append(
+                Compile(
+                    awq_linear_kernel,
+                    signature,
+                    compiled | compiled_in(one, 128),
+                    one.num_warps,
+                    one.num_stages,
+                    frozenset({"num_tokens"}),
+                    f"{tokens} tokens, {outputs} outputs",
+                    may_spill=tokens == 64,  # before sm_90 some addresses, which a larger tile of x would cost more than
+                )
+            )
         return tuple(found)
 
     return compiles

@@ -15,14 +15,14 @@ tensor cores want 16-bit operands (AWQ's own interleave, along the inputs instea
 words t, t + 4, t + 8 and t + 12 of 16: here these are neighbours, and one load of 16 bytes. A row whose groups are no
 multiple of 4 is filled up with groups whose scales are 0.
 
-Scales and zero points lie by groups, those of all outputs side by side; two outputs' zero points share a byte, the first in
-its lower half. All in all a weight of a group of 128 takes 4 + (16 + 4) / 128 bits.
+Scales lie by groups, those of all outputs side by side. The zero points of an output's chunk share an int16, the first
+group's in its lowest bits. All in all a weight of a group of 128 takes 4 + (16 + 4) / 128 bits.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int32, UInt8
+from jaxtyping import Float, Int16, Int32, UInt8
 from torch import Tensor
 
 GROUPS_IN_A_CHUNK = 4
@@ -39,7 +39,7 @@ def most_tokens(capability: int) -> int:
     both are even where 4 / 4.3e12 = (1/r - 1) · 2 T / 660e12: at 300 tokens if r is a half, at 150 if it is a third. The
     power of two below is taken. Without tensor cores the library's are worth the bytes sooner.
     """
-    return 128 if capability >= TENSOR_CORES_FROM else 16
+    return 128 if capability >= TENSOR_CORES_FROM else 8
 
 
 def padded_groups(in_features: int, group_size: int) -> int:
@@ -50,14 +50,14 @@ def padded_groups(in_features: int, group_size: int) -> int:
 
 def weight_bytes(out_features: int, in_features: int, group_size: int) -> int:
     """What a matrix takes: half a byte a weight, a float16 and half a byte for each group of an output."""
-    groups = padded_groups(in_features, group_size)
-    return groups * (out_features * (group_size // 2 + 2) + -(-out_features // 2))
+    chunks = padded_groups(in_features, group_size) // GROUPS_IN_A_CHUNK
+    return chunks * out_features * (GROUPS_IN_A_CHUNK * (group_size // 2 + 2) + 2)
 
 
 def pack_words(values: UInt8[Tensor, "out in"], group_size: int) -> Int32[Tensor, "out words"]:
     """Numbers from 0 to 15 in words, as described above; ``group_size`` is a multiple of 32 that divides the inputs."""
     missing = padded_groups(values.shape[1], group_size) * group_size - values.shape[1]
-    chunks = torch.nn.functional.pad(values, (0, missing)).view(len(values), -1, GROUPS_IN_A_CHUNK, group_size // 2, 2)
+    chunks = torch.nn.functional.pad(values, (0, missing)).unflatten(1, (-1, GROUPS_IN_A_CHUNK, group_size // 2, 2))
     words = torch.zeros(chunks.shape[0], chunks.shape[1], group_size // 2, dtype=torch.int32, device=values.device)
     for group in range(GROUPS_IN_A_CHUNK):
         for half in range(2):
@@ -75,25 +75,29 @@ def unpack_words(words: Int32[Tensor, "out words"], group_size: int, in_features
     return chunks.flatten(1)[:, :in_features].contiguous()
 
 
-def pack_zeros(zeros: UInt8[Tensor, "groups out"]) -> UInt8[Tensor, "groups halves"]:
-    """Numbers from 0 to 15, two outputs in a byte."""
-    pairs = torch.nn.functional.pad(zeros, (0, zeros.shape[1] % 2)).unflatten(1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4
+def pack_zeros(zeros: UInt8[Tensor, "groups out"]) -> Int16[Tensor, "chunks out"]:
+    """Numbers from 0 to 15, four groups in an int16; the groups are whole chunks."""
+    packed = torch.zeros(len(zeros) // GROUPS_IN_A_CHUNK, zeros.shape[1], dtype=torch.int32, device=zeros.device)
+    for group in range(GROUPS_IN_A_CHUNK):
+        packed |= zeros[group::GROUPS_IN_A_CHUNK].to(torch.int32) << (4 * group)
+    return packed.to(torch.int16)  # modulo 2**16
 
 
-def unpack_zeros(packed: UInt8[Tensor, "groups halves"], out_features: int) -> UInt8[Tensor, "groups out"]:
+def unpack_zeros(packed: Int16[Tensor, "chunks out"]) -> UInt8[Tensor, "groups out"]:
     """The numbers that :func:`pack_zeros` packed."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :out_features]
+    numbers = torch.stack([packed >> (4 * group) & 15 for group in range(GROUPS_IN_A_CHUNK)], dim=1)
+    return numbers.flatten(0, 1).to(torch.uint8)
 
 
 def _squares_transposed(words: Tensor) -> Tensor:
-    return words.unflatten(-1, (-1, SQUARE, SQUARE)).transpose(-1, -2).flatten(-3)
+    squares: Tensor = words.unflatten(-1, (-1, SQUARE, SQUARE))
+    return squares.transpose(-1, -2).flatten(-3)
 
 
 def dequantise(
     words: Int32[Tensor, "out words"],
     scales: Float[Tensor, "groups out"],
-    zeros: UInt8[Tensor, "groups halves"],
+    zeros: Int16[Tensor, "chunks out"],
     group_size: int,
     in_features: int,
 ) -> Float[Tensor, "out in"]:
@@ -101,7 +105,7 @@ def dequantise(
     wide = scales.to(torch.promote_types(scales.dtype, torch.float32))
     values = unpack_words(words, group_size, in_features).unflatten(1, (-1, group_size))  # [out, groups, group_size]
     groups = values.shape[1]
-    whole = values.to(wide.dtype) - unpack_zeros(zeros[:groups], len(words)).T.to(wide.dtype).unsqueeze(-1)
+    whole: Tensor = values.to(wide.dtype) - unpack_zeros(zeros)[:groups].T.to(wide.dtype).unsqueeze(-1)
     return (whole * wide[:groups].T.unsqueeze(-1)).flatten(1)
 
 
@@ -109,7 +113,7 @@ def awq_linear(
     x: Float[Tensor, "T in"],
     words: Int32[Tensor, "out words"],
     scales: Float[Tensor, "groups out"],
-    zeros: UInt8[Tensor, "groups halves"],
+    zeros: Int16[Tensor, "chunks out"],
     group_size: int,
 ) -> Float[Tensor, "T out"]:
     """``x Wᵀ`` by the weights as they are, added up in float64 and rounded once."""
@@ -121,7 +125,7 @@ def awq_gated_linear(
     x: Float[Tensor, "T in"],
     words: Int32[Tensor, "two_I words"],
     scales: Float[Tensor, "groups two_I"],
-    zeros: UInt8[Tensor, "groups I"],
+    zeros: Int16[Tensor, "chunks two_I"],
     group_size: int,
 ) -> Float[Tensor, "T I"]:
     """SwiGLU's product (Shazeer 2020) of what gate's and up's weights, one above the other, make of ``x``."""

@@ -49,8 +49,9 @@ class AwqLinear(nn.Module):
         groups = awq_reference.padded_groups(in_features, group_size)
         words = torch.empty(out_features, groups * group_size // 8, dtype=torch.int32, device=device)
         scales = torch.zeros(groups, out_features, dtype=torch.float16, device=device)
-        both = SYMMETRIC_ZERO | SYMMETRIC_ZERO << 4
-        zeros = torch.full((groups, -(-out_features // 2)), both, dtype=torch.uint8, device=device)
+        zeros = awq_reference.pack_zeros(
+            torch.full((groups, out_features), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
+        )
         self.words, self.scales, self.zeros = (nn.Parameter(one, requires_grad=False) for one in (words, scales, zeros))
         self.register_buffer("arrivals", _arrivals(words), persistent=False)
         """Zeros by which the programs of a kernel find out who is the last."""
@@ -86,7 +87,8 @@ class AwqLinear(nn.Module):
         """``x Wᵀ``."""
         assert isinstance(x, Tensor)
         if self.wide is not None:
-            return self.wide(x)
+            product: Tensor = self.wide(x)
+            return product
         if by_triton(x):
             return self._by_kernels(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -128,8 +130,9 @@ class AwqLinear(nn.Module):
         """Some outputs' weights, from one on, in a dtype."""
         rows = slice(first, first + ROWS_AT_ONCE)
         scales = self.scales[:, rows].to(torch.promote_types(dtype, torch.float32))
-        zeros = self.zeros[:, first // 2 : -(-rows.stop // 2)]
-        return awq_reference.dequantise(self.words[rows], scales, zeros, self.group_size, self.in_features).to(dtype)
+        return awq_reference.dequantise(self.words[rows], scales, self.zeros[:, rows], self.group_size, self.in_features).to(
+            dtype
+        )
 
 
 def _arrivals(words: Tensor) -> Tensor | None:

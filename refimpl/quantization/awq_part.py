@@ -35,10 +35,8 @@ class AwqPart:
     def __init__(
         self, words: Tensor, scales: Tensor, zeros: Tensor, first: int, size: int, in_features: int, group_size: int
     ) -> None:
-        if first % 2:
-            raise CheckpointError(f"a part of a matrix begins at its output {first}; two share a byte, so it must be even")
-        self._words, self._scales = words[first : first + size], scales[:, first : first + size]
-        self._zeros = zeros[:, first // 2 : first // 2 + -(-size // 2)]
+        outputs = slice(first, first + size)
+        self._words, self._scales, self._zeros = words[outputs], scales[:, outputs], zeros[:, outputs]
         self._in_features, self._group_size, self._size = in_features, group_size, size
         self._groups = in_features // group_size
 
@@ -59,7 +57,7 @@ class AwqPart:
             values, zeros, scales = quantise_groups(source[rows].to(self.device), self._group_size)
             self._words[rows] = awq_reference.pack_words(values.T.contiguous(), self._group_size)
             self._scales[: self._groups, rows] = scales
-            self._zeros[: self._groups, first // 2 : -(-rows.stop // 2)] = awq_reference.pack_zeros(zeros)
+            self._zeros[:, rows] = self._packed_zeros(zeros)
 
     def normal_(self, mean: float, std: float, /, *, generator: torch.Generator | None = None) -> None:
         """Fill it by chance, without drawing a weight: all bits of the words, zero points 7 and 8, and one scale.
@@ -68,8 +66,9 @@ class AwqPart:
         """
         assert mean == 0
         self._words.random_(-(2**31), 2**31, generator=generator)
-        halves = torch.randint(7, 9, (2, *self._zeros.shape), dtype=torch.uint8, device=self.device, generator=generator)
-        self._zeros.copy_(halves[0] | halves[1] << 4)
+        sizes, kind = (self._groups, self._size), torch.uint8
+        zeros = torch.randint(7, 9, sizes, dtype=kind, device=self.device, generator=generator)
+        self._zeros.copy_(self._packed_zeros(zeros))
         self._scales[: self._groups].fill_(std / STD_OF_VALUES)
 
     def stored(self, config: QuantizationConfig, name: str) -> dict[str, StoredTensor]:
@@ -132,7 +131,11 @@ class AwqPart:
     def _take_zeros(self, config: QuantizationConfig, repeats: int, source: Tensor) -> None:
         unpack = unpack_awq if config.method == "awq" else unpack_in_order
         zeros = (unpack(source.to(self.device)) + int(config.zeros_less_one)) & LARGEST
-        self._zeros[: self._groups] = awq_reference.pack_zeros(zeros).repeat_interleave(repeats, 0)
+        self._zeros.copy_(self._packed_zeros(zeros.repeat_interleave(repeats, 0)))
+
+    def _packed_zeros(self, zeros: UInt8[Tensor, "groups R"]) -> Tensor:
+        missing = len(self._scales) - self._groups
+        return awq_reference.pack_zeros(torch.nn.functional.pad(zeros, (0, 0, 0, missing)))
 
     def _take_scales(self, name: str, repeats: int, source: Tensor) -> None:
         check_finite(name, source)

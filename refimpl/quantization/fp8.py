@@ -128,9 +128,11 @@ class QuantisedPart:
         found for activations is passed over: they are scaled a token at a time here.
         """
         (rows, columns), device = self.shape, self.device
-        shapes, along = ((rows, 1), (rows,), (1,), ()), {"outputs": (0, 1)}
-        scales = StoredTensor(shapes, SCALES, device, partial(self._take_scales, name), **along)
-        values = StoredTensor(((rows, columns),), (torch.float8_e4m3fn,), device, self._take_values, inputs=(1, 1), **along)
+        shapes, along = ((rows, 1), (rows,), (1,), ()), (0, 1)
+        scales = StoredTensor(shapes, SCALES, device, partial(self._take_scales, name), outputs=along)
+        values = StoredTensor(
+            ((rows, columns),), (torch.float8_e4m3fn,), device, self._take_values, outputs=along, inputs=(1, 1)
+        )
         unused = StoredTensor(((1,), (), (1, 1)), SCALES, device, lambda scale: None, optional=True)
         return {"weight": values, "weight_scale": scales, "input_scale": unused, "input_scale_ub": unused}
 

@@ -10,6 +10,7 @@ from refimpl.loading.hf_config import write_config
 from refimpl.models.tiny import tiny
 from refimpl.quantization.awq_layout import pack_awq, pack_in_order, quantise_groups
 from refimpl.quantization_config import QuantizationConfig
+from refimpl.tokenizer import byte_tokenizer
 
 SIZES = {
     "hidden_size": 128,
@@ -85,5 +86,7 @@ def folder(path, quantization, by_tensor=False, config_changes=(), **sizes):
         raw = json.loads((path / "config.json").read_text())
         raw["quantization_config"] = dict(config_changes)
         (path / "config.json").write_text(json.dumps(raw))
+    byte_tokenizer(config.vocab_size).backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors")
     return path, Plain(model.config, plain), stored

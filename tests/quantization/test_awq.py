@@ -4,14 +4,13 @@ import logging
 
 import pytest
 import torch
-from tests_support import full_logits
 
 from refimpl import LLM, SamplingParams
 from refimpl.config import EngineArgs
 from refimpl.doctor import machine, models
 from refimpl.errors import ConfigError, OutOfMemoryError
 from refimpl.layers.linear import Linear
-from refimpl.loading.checkpoint import load_model, open_checkpoint
+from refimpl.loading.checkpoint import load_model
 from refimpl.loading.dummy import ShapeCheckpoint
 from refimpl.models.tiny import tiny
 from refimpl.quantization.awq import Awq, AwqLinear
@@ -45,22 +44,6 @@ def test_a_product_is_that_of_rounded_weights(dtype, widens):
     assert float((product.double() - expected).norm() / expected.norm()) < tolerance
     assert (linear.wide is not None) is widens
     assert bool(linear.words.numel()) is not widens
-
-
-def test_the_embedded_model_still_knows_its_language(smollm2):
-    text = (
-        "The capital of France is Paris. Water boils at one hundred degrees. A dog is an animal that barks, "
-        "and a cat is an animal that likes to sleep in the sun. In the morning the sun rises in the east."
-    )
-    checkpoint = open_checkpoint("smollm2")
-    token_ids = checkpoint.tokenizer().encode(text)
-    targets = torch.tensor(token_ids[1:])
-    with torch.inference_mode():
-        losses = [
-            torch.nn.functional.cross_entropy(full_logits(loaded(checkpoint, method=method), token_ids)[:-1], targets)
-            for method in (None, choose_method("awq", CPU, checkpoint.config))
-        ]
-    assert 0 < losses[1] - losses[0] < 0.5, "a model of 135 million weights, rounded without samples"
 
 
 def test_random_weights_are_in_the_form_itself_the_same_by_seed_and_as_wide_as_others():
@@ -120,17 +103,18 @@ def test_a_cpu_widens_where_memory_allows():
 
 
 def test_a_machine_too_small_for_the_weights_is_told_of_4_bits(monkeypatch):
-    config = tiny().config
-    room = weight_bytes(config, Awq(), 2)
+    wide = tiny(hidden_size=512, intermediate_size=512, head_dim=128, vocab_size=64)
+    room = weight_bytes(wide.config, Awq(), 2)
+    options = {"dtype": "bfloat16", "load_format": "dummy"}
     monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: room)
     with pytest.raises(OutOfMemoryError, match=r"in bfloat16; .* quantization=awq takes 0\.0 GiB and fits"):
-        LLM("tiny", dtype="bfloat16")
-    with LLM("tiny", dtype="bfloat16", quantization="awq", num_gpu_blocks_override=4) as llm:
+        LLM(wide, **options)
+    with LLM(wide, quantization="awq", num_gpu_blocks_override=4, **options) as llm:
         assert llm.memory_report().weight_bytes == room
-        assert llm.generate(["a"], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
     monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: room - 1)
     with pytest.raises(OutOfMemoryError, match=r"GiB in awq \(embeddings and output head in bfloat16\)"):
-        LLM("tiny", dtype="bfloat16", quantization="awq")
+        LLM(wide, quantization="awq", **options)
 
 
 def test_the_doctor_counts_them_too():

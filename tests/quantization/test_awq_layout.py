@@ -82,7 +82,7 @@ def test_gptq_packs_inputs_in_order_and_its_zero_points_one_too_small(less_one):
         qweight[i // 8] |= values[i].long() << (4 * (i % 8))
     packed = torch.zeros(3, 2, dtype=torch.int64)
     for o in range(16):
-        packed[:, o // 8] |= ((zeros[:, o].long() - less_one) % 16) << (4 * (o % 8))
+        packed[:, o // 8] |= ((zeros[:, o].long() - int(less_one)) % 16) << (4 * (o % 8))
     tensors = {"qweight": qweight, "qzeros": packed}
     tensors = {name: (tensor - (tensor >= 2**31) * 2**32).to(torch.int32) for name, tensor in tensors.items()}
     tensors |= {"scales": scales, "g_idx": (torch.arange(96) // 32).to(torch.int32)}
@@ -119,8 +119,10 @@ def test_the_kernels_words_hold_every_number_where_it_is_said_to_be(group_size, 
         c = within // 2
         place = c // 16 * 16 + c % 4 * 4 + c // 4 % 4  # the squares of 4 × 4 lie transposed
         assert nibble(words[2, chunk * each + place], group + 4 * (within % 2)) == values[2, i]
-    zeros = numbers(4, 7)
-    assert torch.equal(awq_reference.unpack_zeros(awq_reference.pack_zeros(zeros), 7), zeros)
+    zeros = numbers(8, 7)
+    packed = awq_reference.pack_zeros(zeros)
+    assert nibble(packed[1, 5], 3) == zeros[7, 5]
+    assert torch.equal(awq_reference.unpack_zeros(packed), zeros)
 
 
 @pytest.mark.parametrize("zero_point", [True, False])
