@@ -65,9 +65,14 @@ class ShardWriter:
         folder: where the files go.
         shard_bytes: the most that one file holds, unless one tensor alone is larger.
 
+    Raises:
+        ConfigError: that is less than a byte.
+
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        if shard_bytes < 1:
+            raise ConfigError(f"a safetensors file must hold at least 1 byte, not {shard_bytes}; 5 · 10⁹ is usual")
         self._folder, self._shard_bytes = folder, shard_bytes
         self._waiting: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []

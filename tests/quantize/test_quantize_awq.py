@@ -189,6 +189,8 @@ def test_nothing_is_overwritten_unasked(tmp_path):
         quantize_awq(tiny(), tmp_path / "mine", AwqOptions(search=False, overwrite=True))
     with pytest.raises(ConfigError, match="cannot be written"):
         quantize_awq(tiny(), tmp_path / "mine" / "thesis.txt" / "awq", NEAREST)
+    with pytest.raises(ConfigError, match="at least 1 byte, not 0"):
+        quantize_awq(tiny(), tmp_path / "other", AwqOptions(search=False, shard_bytes=0))
     assert left_in(tmp_path) == ["awq", "mine"]
 
 
