@@ -10,9 +10,9 @@ from torch import Tensor
 from refimpl.kernels import cases, reference
 from refimpl.kernels.spec import Case, Shape, Tolerance
 
-AXES = ("S", "n", "L", "Hq", "Hkv", "D", "B", "ragged", "gap", "block_gap")
+AXES = ("S", "n", "L", "Hq", "Hkv", "D", "B", "ragged", "gap", "block_gap", "window")
 """``n`` queries a sequence, ``L`` keys; ``ragged``: lengths around the block's instead; ``gap`` elements lie between query
-heads, ``block_gap`` between blocks."""
+heads, ``block_gap`` between blocks; a query sees ``window`` keys."""
 
 
 def lens(shape: Shape) -> list[tuple[int, int]]:
@@ -49,6 +49,7 @@ def make_case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
         "seqused_k": torch.tensor(contexts, dtype=torch.int32, device=device),
         "softmax_scale": D**-0.5,
         "max_seqlen_q": max(query_lens),
+        "window": shape.get("window"),
     }
     return Case(inputs, {"out": cases.poisoned(*query.shape, dtype=dtype, device=device)})
 
@@ -67,15 +68,18 @@ def twin(query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, *
 
 
 def bytes_moved(shape: Shape, dtype: torch.dtype) -> int:
-    """Keys and values of every context once, queries and outputs once."""
+    """Keys and values of every context, or of what its queries' windows reach over, once; queries and outputs once."""
     sequences = lens(shape)
-    keys, queries = sum(context for _, context in sequences), sum(n for n, _ in sequences)
+    window = shape.get("window", 2**31)
+    keys, queries = sum(min(context, window + n - 1) for n, context in sequences), sum(n for n, _ in sequences)
     return 2 * (keys * shape["Hkv"] + queries * shape["Hq"]) * shape["D"] * dtype.itemsize
 
 
 def flops(shape: Shape, dtype: torch.dtype) -> int:
     """Two products of ``2 · D`` each for every query head and every key that it sees."""
     seen = sum(n * context - n * (n - 1) // 2 for n, context in lens(shape) if context)
+    if window := shape.get("window"):
+        seen = sum(min(place + 1, window) for n, context in lens(shape) for place in range(context - n, context) if context)
     return 4 * shape["D"] * shape["Hq"] * seen
 
 

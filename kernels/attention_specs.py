@@ -25,11 +25,12 @@ from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape
 from refimpl.kernels.split_plan import FEWEST, MERGE, START, WAVES, WEIGHED, SplitPlan, plan_kernel
 
 TOKEN_LISTS = ("cu_seqlens_q", "seqused_k")
+MISTRALS_WINDOW = 4096
 STRIDES = ("token_stride", "query_head_stride", "table_stride", "block_stride", "slot_stride", "head_stride")
 
 
-def launch_decode(query: Tensor, max_seqlen_q: int, plan: SplitPlan, out: Tensor, **rest: Any) -> Tensor:
-    """The kernels, by a plan that was made beforehand, once for all layers of a step."""
+def launch_decode(query: Tensor, max_seqlen_q: int, window: int | None, plan: SplitPlan, out: Tensor, **rest: Any) -> Tensor:
+    """The kernels, by a plan that was made beforehand, once for all layers of a step that have this window."""
     return paged_attention(query, plan=plan, out=out, **rest)
 
 
@@ -39,7 +40,7 @@ def make_decode_case(shape: Shape, dtype: torch.dtype, device: torch.device, see
     lengths = (case.inputs["cu_seqlens_q"], case.inputs["seqused_k"])
     most = case.inputs["block_table"].shape[1] * shape["B"]
     heads = (shape["Hq"], shape["Hkv"], shape["D"])
-    plan = plan_decode(*heads, dtype, *lengths, case.inputs["max_seqlen_q"], most)
+    plan = plan_decode(*heads, dtype, *lengths, case.inputs["max_seqlen_q"], most, window=case.inputs["window"])
     return Case(case.inputs, case.out | {"plan": plan})
 
 
@@ -56,7 +57,7 @@ def make_prefill_case(shape: Shape, dtype: torch.dtype, device: torch.device, se
     return Case(case.inputs, case.out | {"plan": plan})
 
 
-def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, queries: int) -> Compile:
+def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, queries: int, window: int = 0) -> Compile:
     """The decode kernel as it is launched for a model's heads, block size 16."""
     tiles = decode_tiles(target, D, queries * Hq // Hkv, dtype)
     signature = (
@@ -69,14 +70,14 @@ def compile_decode(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, q
     sizes = {
         "HEADS": Hq, "GROUP": Hq // Hkv, "MAX_QUERIES": queries, "BLOCK_SIZE": 16, "HEAD_DIM": D,
         "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "TILE_D": padded(D),
-        "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector,
+        "OPERAND": operand(dtype, tiles.vector), "VECTOR": tiles.vector, "WINDOW": window,
         "OVERLAP": target >= OVERLAPS_FROM,
     }  # fmt: skip
-    label = f"D={D} {Hq}/{Hkv} n={queries}"
+    label = f"D={D} {Hq}/{Hkv} n={queries}" + (f" window={window}" if window else "")
     return Compile(decode_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
 
 
-def compile_prefill(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int) -> Compile:
+def compile_prefill(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int, window: int = 0) -> Compile:
     """The prefill kernel as it is launched for a model's heads, block size 16."""
     tiles = prefill_tiles(target, D, dtype)
     signature = (
@@ -87,9 +88,9 @@ def compile_prefill(target: int, dtype: torch.dtype, D: int, Hq: int, Hkv: int) 
     )
     sizes = {
         "HEADS": Hq, "GROUP": Hq // Hkv, "BLOCK_SIZE": 16, "HEAD_DIM": D, "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n,
-        "TILE_D": padded(D), "OPERAND": operand(dtype),
+        "TILE_D": padded(D), "OPERAND": operand(dtype), "WINDOW": window,
     }  # fmt: skip
-    label = f"D={D} {Hq}/{Hkv}"
+    label = f"D={D} {Hq}/{Hkv}" + (f" window={window}" if window else "")
     return Compile(prefill_kernel, signature, sizes, tiles.num_warps, tiles.num_stages, frozenset({"table_stride"}), label)
 
 
@@ -110,6 +111,7 @@ def decode_compiles(target: int) -> tuple[Compile, ...]:
             "WEIGHED": WEIGHED,
             "SEQUENCES": 256,
             "CHUNK": 32,
+            "WINDOW": 0,
         },
         unaligned=frozenset(numbers),
         label="plan",
@@ -128,8 +130,8 @@ def decode_compiles(target: int) -> tuple[Compile, ...]:
         },
         label="merge",
     )
-    more = {80: [(80, 32, 32, 1)], 90: [(128, 8, 1, 16), (256, 8, 4, 1)]}
-    shapes = [(128, 32, 8, 1), *more.get(target, [])]
+    more = {80: [(80, 32, 32, 1)], 90: [(128, 8, 1, 16), (256, 8, 4, 1), (128, 32, 8, 1, MISTRALS_WINDOW)]}
+    shapes: list[tuple[int, ...]] = [(128, 32, 8, 1), *more.get(target, [])]
     return (plan, merge, *(compile_decode(target, dtype, *shape) for shape in shapes))
 
 
@@ -137,8 +139,8 @@ def prefill_compiles(target: int) -> tuple[Compile, ...]:
     """What prefill attention is compiled for."""
     if target < 80:
         return ()
-    more = {80: [(80, 32, 32)], 90: [(256, 8, 4)]}
-    shapes = [(128, 32, 8), *more.get(target, [])]
+    more = {80: [(80, 32, 32)], 90: [(256, 8, 4), (128, 32, 8, MISTRALS_WINDOW)]}
+    shapes: list[tuple[int, ...]] = [(128, 32, 8), *more.get(target, [])]
     return tuple(compile_prefill(target, dtypes_for(target)[0], *shape) for shape in shapes)
 
 
@@ -149,6 +151,11 @@ def _served(*lens: tuple[int, int, int]) -> tuple[Shape, ...]:
         for Hq, Hkv in ((32, 8), (8, 1))
         for S, n, L in lens
     )
+
+
+def _windowed(*lens: tuple[int, int, int]) -> tuple[Shape, ...]:
+    """The same with the heads and the window of Mistral-7B."""
+    return tuple({**shape, "window": MISTRALS_WINDOW} for shape in _served(*lens)[: len(lens)])
 
 
 SPECS = (
@@ -168,10 +175,12 @@ SPECS = (
             {"S": 2, "n": 1, "L": 70, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
             {"S": 1, "n": 1, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
             {"S": 1, "n": 2, "L": 33, "Hq": 4, "Hkv": 2, "D": 256, "B": 16},
+            {"S": 6, "n": 3, "L": 150, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1, "window": 9},
         ),
         device_shapes=_served(
             *((S, 1, L) for S in (1, 8) for L in (1024, 4096, 16384)), (64, 1, 1024), (64, 1, 4096), (64, 5, 1024)
-        ),
+        )
+        + _windowed((8, 1, 16384), (64, 1, 16384)),
         tolerance=attention_cases.TOLERANCES,
         bytes_moved=attention_cases.bytes_moved,
         flops=attention_cases.flops,
@@ -192,8 +201,9 @@ SPECS = (
             {"S": 1, "n": 20, "L": 20, "Hq": 6, "Hkv": 1, "D": 96, "B": 64, "gap": 8},
             {"S": 1, "n": 2, "L": 20, "Hq": 8, "Hkv": 8, "D": 128, "B": 8, "block_gap": 2**30},
             {"S": 1, "n": 33, "L": 33, "Hq": 1, "Hkv": 1, "D": 256, "B": 16},
+            {"S": 6, "n": 9, "L": 90, "Hq": 2, "Hkv": 1, "D": 64, "B": 8, "ragged": 1, "window": 9},
         ),
-        device_shapes=_served((1, 4096, 4096), (16, 1024, 1024), (1, 2048, 16384)),
+        device_shapes=_served((1, 4096, 4096), (16, 1024, 1024), (1, 2048, 16384)) + _windowed((1, 2048, 16384)),
         timed_shapes=_served((1, 16384, 16384)),
         tolerance=attention_cases.TOLERANCES,
         bytes_moved=attention_cases.bytes_moved,

@@ -16,6 +16,12 @@ which the hardware has, stands for exp.
 block's id is widened to 64 bits before it is multiplied: a cache of more than 2³¹ elements is ordinary.
 
 *Slots beyond the context* hold anything, even NaN, and 0 · NaN is NaN: masked keys *and values* are loaded as 0.
+
+*Windows* (Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B"). With a window of W a row at position p sees
+the keys ``p − W + 1 … p``. Tiles before the window of a program's first row are not read. Those after it that its last row
+does not see whole are masked, like those on the diagonal::
+
+    keys   not read │ masked │ seen whole by every row │ masked          W = 0: no window, so neither of the first two
 """
 
 from __future__ import annotations
@@ -109,10 +115,12 @@ def take_tile(
     OPERAND: tl.constexpr,
     VECTOR: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Keys ``first_key …`` into the state (``attended [M, D]``, ``row_max [M]``, ``row_sum [M]``) of ``query [M, D]``.
 
-    Row m sees the keys up to ``last_key[m]``. Without ``MASKED`` the caller knows that every row sees the whole tile.
+    Row m sees the keys up to ``last_key[m]``, or the last ``WINDOW`` of them. Without ``MASKED`` the caller knows that every
+    row sees the whole tile.
     """
     positions = first_key + tl.arange(0, TILE_N)  # [N]
     exists = positions < context
@@ -120,7 +128,10 @@ def take_tile(
     keys = load_pages(k_head, slots, exists, HEAD_DIM, TILE_D, OPERAND, MASKED)  # [N, D]
     scores = scores_of(query, keys, VECTOR) * scale_log2  # [M, N]
     if MASKED:
-        scores = tl.where(positions[None, :] <= last_key[:, None], scores, float("-inf"))
+        seen = positions[None, :] <= last_key[:, None]
+        if WINDOW:
+            seen &= positions[None, :] > last_key[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = new_max
     if MASKED:  # a row that has seen no key yet: −inf − −inf would be NaN
@@ -134,9 +145,22 @@ def take_tile(
 
 
 @triton.jit
+def first_tile(first_position: tl.tensor, TILE_N: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """Where the tile begins that holds the first key which the row at ``first_position`` sees."""
+    return tl.maximum(first_position - WINDOW + 1, 0) // TILE_N * TILE_N
+
+
+@triton.jit
+def first_whole_tile(last_position: tl.tensor, TILE_N: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """Where the first tile begins of which the row at ``last_position`` sees all that is not ahead."""
+    return tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE_N) * TILE_N
+
+
+@triton.jit
 def attend(
     query: tl.tensor,
     last_key: tl.tensor,
+    left_behind: tl.tensor,
     first: tl.tensor,
     unmasked_end: tl.tensor,
     end: tl.tensor,
@@ -153,11 +177,15 @@ def attend(
     TILE_D: tl.constexpr,
     OPERAND: tl.constexpr,
     VECTOR: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The state of ``query [M, D]`` after keys ``first … end``; all rows see the tiles before ``unmasked_end`` whole.
 
-    Two loops, so that the long one has no comparisons. A tile's block ids are loaded one tile ahead: a load whose address is
-    itself being loaded could not be under way as early as the pipeline of ``num_stages`` tiles wants it.
+    With a window there are the keys ``left_behind … first`` too, which some rows' windows have left behind, and
+    ``unmasked_end`` is no less than ``first``. Without one ``left_behind`` is not looked at.
+    What is masked has a loop of its own, so that the long one has no comparisons. A tile's block ids are loaded one tile
+    ahead: a load whose address is itself being loaded could not be under way as early as the pipeline of ``num_stages``
+    tiles wants it.
     """
     attended = tl.zeros((TILE_M, TILE_D), tl.float32)
     row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
@@ -170,11 +198,18 @@ def attend(
             slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=False,
         )  # fmt: skip
         block_ids = next_ids
-    for key in tl.range(unmasked_end, end, TILE_N, num_stages=1):
-        next_ids = load_block_ids(table, key + TILE_N, end, BLOCK_SIZE, TILE_N)
+    masked_start = unmasked_end
+    if WINDOW:  # the masked tiles of both sides in one loop: which ones come first is all the same to a running softmax
+        masked_start = unmasked_end - (first - left_behind)
+    for place in tl.range(masked_start, end, TILE_N, num_stages=1):
+        next_ids = load_block_ids(table, place + TILE_N, end, BLOCK_SIZE, TILE_N)
+        key = place
+        if WINDOW:
+            key = tl.where(place < unmasked_end, place - masked_start + left_behind, place)
+            block_ids = load_block_ids(table, key, end, BLOCK_SIZE, TILE_N)
         attended, row_max, row_sum = take_tile(
             attended, row_max, row_sum, query, last_key, key, end, block_ids, k_head, v_head, scale_log2, block_stride,
-            slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=True,
+            slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_N, TILE_D, OPERAND, VECTOR, MASKED=True, WINDOW=WINDOW,
         )  # fmt: skip
         block_ids = next_ids
     return attended, row_max, row_sum

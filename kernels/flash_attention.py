@@ -12,7 +12,8 @@ the multiprocessor::
 *Causal, aligned to the end.* A chunk of n queries at the end of a context of L keys: query i stands at position L − n + i.
 The tile that begins at query i is walked up to its last query's key. Tiles of keys before its first query's position are
 seen whole by every row and need no comparison; the one or few on the diagonal do. Half of all products are so skipped where
-n = L.
+n = L. With a window W of keys the walk begins at the first one that the tile's first query sees: of a long prompt some
+``(M + W) / L`` of the tiles are left.
 
 *Variable lengths.* Programs are (head, tile): a map made once a step on the host, where the numbers of queries are known,
 says which sequence and which queries a tile is. The tiles with the longest walks come first, so that short ones fill the
@@ -37,6 +38,8 @@ from refimpl.kernels.attention_tiles import (
     Target,
     attend,
     check_inputs,
+    first_tile,
+    first_whole_tile,
     load_rows,
     operand,
     padded,
@@ -72,6 +75,7 @@ def prefill_kernel(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     OPERAND: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Program (head, tile): ``TILE_M`` queries of one sequence over all keys that they see."""
     head, tile = tl.program_id(0), tl.program_id(1)
@@ -87,10 +91,15 @@ def prefill_kernel(
     first_position = context - queries + first_query
     end = tl.minimum(first_position + TILE_M, context)
     seen_by_all = tl.maximum(first_position + 1, 0) // TILE_N * TILE_N
+    left_behind, first = 0, 0
+    if WINDOW:
+        left_behind = first_tile(first_position, TILE_N, WINDOW)
+        first = first_whole_tile(end - 1, TILE_N, WINDOW)
+        seen_by_all = tl.maximum(seen_by_all, first)
     attended, _, row_sum = attend(
-        q, context - queries + number, 0, seen_by_all, end, k_cache + kv_head * head_stride,
+        q, context - queries + number, left_behind, first, seen_by_all, end, k_cache + kv_head * head_stride,
         v_cache + kv_head * head_stride, block_table + sequence.to(tl.int64) * table_stride, scale_log2, block_stride,
-        slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR=False,
+        slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR=False, WINDOW=WINDOW,
     )  # fmt: skip
     average = attended / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     store_rows(out + (token * HEADS + head) * HEAD_DIM, average, real, HEAD_DIM, TILE_D)
@@ -160,6 +169,7 @@ def flash_attention(
     plan: Int32[Tensor, "tiles 2"],
     out: Float[Tensor, "T Hq D"],
     target: Target | None = None,
+    window: int | None = None,
 ) -> Float[Tensor, "T Hq D"]:
     """Causal attention of each sequence's newest queries over its own pages.
 
@@ -197,6 +207,7 @@ def flash_attention(
             TILE_N=tiles.tile_n,
             TILE_D=padded(D),
             OPERAND=operand(query.dtype),
+            WINDOW=window or 0,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )

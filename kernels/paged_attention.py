@@ -38,6 +38,7 @@ from refimpl.kernels.attention_tiles import (
     Target,
     attend,
     check_inputs,
+    first_whole_tile,
     load_rows,
     operand,
     padded,
@@ -84,6 +85,7 @@ def decode_kernel(
     TILE_D: tl.constexpr,
     OPERAND: tl.constexpr,
     VECTOR: tl.constexpr,
+    WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Program (key/value head, work item, row tile): ``TILE_M`` rows over one split."""
@@ -102,10 +104,14 @@ def decode_kernel(
     token = (first_token + number).to(tl.int64)
     q = load_rows(query + token * token_stride + head * query_head_stride, real, HEAD_DIM, TILE_D, OPERAND)  # [M, D]
     seen_by_all = first + tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE_N * TILE_N
+    left_behind = first
+    if WINDOW:
+        first = tl.maximum(first, first_whole_tile(first_position + queries - 1, TILE_N, WINDOW))
+        seen_by_all = tl.maximum(seen_by_all, first)
     attended, row_max, row_sum = attend(
-        q, first_position + number, first, seen_by_all, end, k_cache + kv_head * head_stride,
+        q, first_position + number, left_behind, first, seen_by_all, end, k_cache + kv_head * head_stride,
         v_cache + kv_head * head_stride, block_table + sequence.to(tl.int64) * table_stride, scale_log2, block_stride,
-        slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR,
+        slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR, WINDOW,
     )  # fmt: skip
     # A later query's split may hold nothing that an earlier query sees: its average is 0 there, with weight 2^−inf.
     average = attended / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
@@ -220,8 +226,9 @@ def plan_decode(
     max_seqlen_q: int,
     max_seqlen_k: int,
     target: Target | None = None,
+    window: int | None = None,
 ) -> SplitPlan:
-    """The splits of one step, for every layer of a model with these heads.
+    """The splits of one step, for every layer of a model with these heads, and with this window if any.
 
     ``max_seqlen_q`` is the most queries of a sequence that is to be served; those with more are left to another kernel.
     ``max_seqlen_k`` bounds all contexts.
@@ -231,7 +238,7 @@ def plan_decode(
     tiles = decode_tiles(target.capability, head_dim, rows, dtype)
     programs_an_item = kv_heads * -(-rows // tiles.tile_m)
     one_wave = max(1, target.num_sms * tiles.programs_per_sm // programs_an_item)
-    return plan_splits(cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, tiles.tile_n, one_wave)
+    return plan_splits(cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, tiles.tile_n, one_wave, window)
 
 
 def paged_attention(
@@ -249,7 +256,8 @@ def paged_attention(
     """Causal attention of each sequence's newest queries, ``plan.max_queries`` at most, over its own pages.
 
     The arguments are those of the twin, :func:`refimpl.kernels.reference.paged_attention`, and ``plan``, which was made of
-    the same lengths. Rows of sequences with more queries are left as they are. Mutates ``out``, and returns it.
+    the same lengths and holds the window. Rows of sequences with more queries are left as they are. Mutates ``out``, and
+    returns it.
 
     Raises:
         RefimplError: a dtype, shape or stride that the kernel cannot read.
@@ -269,7 +277,7 @@ def paged_attention(
             out, split_out, split_lse, query, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, plan.items,
             softmax_scale * LOG2_E, *query.stride()[:2], block_table.stride(0), *k_cache.stride()[:3],
             GROUP=Hq // Hkv, BLOCK_SIZE=k_cache.shape[1], TILE_M=tiles.tile_m, TILE_N=tiles.tile_n,
-            OPERAND=operand(query.dtype, tiles.vector), VECTOR=tiles.vector,
+            OPERAND=operand(query.dtype, tiles.vector), VECTOR=tiles.vector, WINDOW=plan.window or 0,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **sizes, **overlapping(query),
         )  # fmt: skip
         merge_kernel[(len(plan.splits) * plan.max_queries, -(-Hq // HEADS_AT_ONCE))](

@@ -42,6 +42,21 @@ def rms_norm(x: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float) ->
     return normed.to(x.dtype) * weight
 
 
+def norm_heads(
+    heads: Float[Tensor, "T heads D"], q_weight: Float[Tensor, "D"], k_weight: Float[Tensor, "D"], eps: float, num_heads: int
+) -> Float[Tensor, "T heads D"]:
+    """:func:`rms_norm` of each head: of the first ``num_heads``, which are queries, by one weight, of the keys by another.
+
+    Source: Henry et al. 2020, "Query-Key Normalization for Transformers".
+    """
+    parts = heads[:, :num_heads], heads[:, num_heads:]
+    normed = [
+        rms_norm(part.flatten(0, 1), weight, eps).unflatten(0, part.shape[:2])
+        for part, weight in zip(parts, (q_weight, k_weight), strict=True)
+    ]
+    return torch.cat(normed, dim=1)
+
+
 def add_rms_norm(
     x: Float[Tensor, "T H"], residual: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float
 ) -> tuple[Float[Tensor, "T H"], Float[Tensor, "T H"]]:
@@ -207,11 +222,13 @@ def paged_attention(
     cu_seqlens_q: Int[Tensor, "S_plus_1"],
     seqused_k: Int[Tensor, "S"],
     softmax_scale: float,
+    window: int | None = None,
 ) -> Float[Tensor, "T Hq D"]:
     """Causal attention of each sequence's newest queries over its own keys and values, read through its block table.
 
     Sequence s has queries ``cu_seqlens_q[s] … cu_seqlens_q[s + 1]`` and ``seqused_k[s]`` keys; its last query stands at
-    its last key. Query head h reads key/value head ``h // G``. Argument names are flash-attn's.
+    its last key. Query head h reads key/value head ``h // G``. Argument names are flash-attn's. With a ``window`` a query
+    sees that many keys, its own the last of them (as Hugging Face's ``sliding_window`` counts; flash-attn's is one less).
 
     This is the definition, one sequence and one head group at a time: gather the pages, scores, softmax, weighted sum.
     """
@@ -224,7 +241,8 @@ def paged_attention(
         queries = at_least_float32(query[first:last]).unflatten(1, (-1, G))  # [n, Hkv, G, D]
         scores = torch.einsum("nkgd,lkd->kgnl", queries, keys) * softmax_scale
         query_positions = torch.arange(length - (last - first), length, device=query.device)
-        visible = torch.arange(length, device=query.device) <= query_positions[:, None]
+        keys_ahead = torch.arange(length, device=query.device) - query_positions[:, None]  # 0: the query's own
+        visible = (keys_ahead <= 0) & (keys_ahead > -(window or length))
         weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
         output[first:last] = torch.einsum("kgnl,lkd->nkgd", weights, values).flatten(1, 2).to(query.dtype)
     return output

@@ -31,6 +31,7 @@ TARGETS = (75, 80, 89, 90, 100)
 HOMES: dict[str, str] = {
     "rms_norm": "rms_norm",
     "add_rms_norm": "rms_norm",
+    "norm_heads": "head_norm",
     "rotary": "rotary",
     "silu_mul": "silu_mul",
     "linear": "linear",

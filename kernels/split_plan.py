@@ -21,6 +21,8 @@ which this is the least::
 
 Few sequences are so cut into one wave; 64 that fill a wave as they are stay whole; and 80, which would leave the second of
 two waves nearly empty, are cut.
+
+Where one attends to a window alone, what lies before the first query's is no part of the context that is cut.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ def plan_kernel(
     WEIGHED: tl.constexpr,
     SEQUENCES: tl.constexpr,
     CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Program s writes the items of sequence s: every program adds up all lengths, so that none waits for another.
 
@@ -74,6 +77,9 @@ def plan_kernel(
     queries = tl.load(cu_seqlens_q + s + 1, exists, 0) - tl.load(cu_seqlens_q + s, exists, 0)
     contexts = tl.load(seqused_k + s, exists, 0)
     tiles = tl.where(queries <= MAX_QUERIES, tl.cdiv(contexts, TILE_N), 0)  # [SEQUENCES]
+    if WINDOW:
+        skipped = tl.maximum(contexts - queries - WINDOW + 1, 0) // TILE_N
+        tiles = tl.maximum(tiles - skipped, 0)  # below 0 where they were none
     total = tl.sum(tiles, 0)
     least = tl.maximum(FEWEST, tl.cdiv(total, WAVES * one_wave))
     sizes = least + tl.arange(0, WEIGHED) * tl.maximum(1, tl.cdiv(2 * total, WEIGHED * one_wave))  # [WEIGHED]
@@ -86,6 +92,9 @@ def plan_kernel(
     own_splits = tl.sum(tl.where(s == sequence, counts, 0), 0)
     own_tiles = tl.sum(tl.where(s == sequence, tiles, 0), 0)
     context = tl.sum(tl.where(s == sequence, contexts, 0), 0)
+    own_first = 0
+    if WINDOW:
+        own_first = tl.sum(tl.where(s == sequence, skipped, 0), 0)
     tl.store(splits + 2 * sequence, first_item)
     tl.store(splits + 2 * sequence + 1, own_splits)
     for start in range(0, own_splits, CHUNK):
@@ -94,8 +103,8 @@ def plan_kernel(
         item = items + 4 * (first_item + split)
         # Even shares: they differ by one tile at most, and none is empty.
         tl.store(item, sequence, own)
-        tl.store(item + 1, split * own_tiles // own_splits * TILE_N, own)
-        tl.store(item + 2, tl.minimum((split + 1) * own_tiles // own_splits * TILE_N, context), own)
+        tl.store(item + 1, (own_first + split * own_tiles // own_splits) * TILE_N, own)
+        tl.store(item + 2, tl.minimum((own_first + (split + 1) * own_tiles // own_splits) * TILE_N, context), own)
         tl.store(item + 3, own_splits, own)
     if sequence == num_sequences - 1:
         for start in range(first_item + own_splits, num_items, CHUNK):
@@ -114,6 +123,8 @@ class SplitPlan:
     """Each sequence's first item, and its number of splits: 0 where it has no context, or more than ``max_queries``."""
     max_queries: int
     """Sequences with more queries are not served here."""
+    window: int | None = None
+    """How many keys a query sees, the last of them its own; None: all."""
 
 
 def count_items(num_sequences: int, max_seqlen_k: int, tile_n: int, one_wave: int) -> int:
@@ -129,13 +140,16 @@ def plan_splits(
     max_seqlen_k: int,
     tile_n: int,
     one_wave: int,
+    window: int | None = None,
 ) -> SplitPlan:
-    """Cut a step's contexts into splits.
+    """Cut a step's contexts into splits, of what lies within the window if there is one.
 
     ``max_seqlen_k`` bounds every context, now and whenever a graph of it is replayed; ``one_wave`` is how many items one
     wave of programs computes; ``tile_n`` keys are a tile.
     """
     S, device = len(seqused_k), seqused_k.device
+    if window is not None:  # what max_queries windows reach over, and the rest of the tile that it begins in
+        max_seqlen_k = min(max_seqlen_k, window + max_queries - 1 + tile_n - 1)
     num_items = count_items(S, max_seqlen_k, tile_n, one_wave)
     items = torch.empty(num_items, ITEM, dtype=torch.int32, device=device)
     splits = torch.empty(S, 2, dtype=torch.int32, device=device)
@@ -157,5 +171,6 @@ def plan_splits(
             WEIGHED=WEIGHED,
             SEQUENCES=max(16, power_of_two(S)),
             CHUNK=32,
+            WINDOW=window or 0,
         )
-    return SplitPlan(items, splits, max_queries)
+    return SplitPlan(items, splits, max_queries, window)

@@ -139,7 +139,8 @@ def pull(
     ] = None,
 ) -> None:
     """Download a model ahead of its first use, and print the folder it is in."""
-    from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder, hub_checkpoint_folder
+    from refimpl.loading.hub import hub_checkpoint_folder
+    from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder
 
     if model in (None, EMBEDDED_MODEL):
         print(embedded_checkpoint_folder())

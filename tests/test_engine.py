@@ -412,7 +412,7 @@ def test_close_leaves_no_thread_and_no_memory_and_the_engine_says_that_it_is_clo
     kept = [engine._executor.runner.kv_cache.layers[0].k, engine._executor.runner.model.embed_tokens]
     engine.close()
     engine.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in kept)
     assert not engine.has_unfinished_requests()
     for call in (engine.step, lambda: engine.add_request("b", "x", GREEDY)):

@@ -7,7 +7,7 @@ import time
 import pytest
 from jupyter_client.manager import KernelManager
 
-PATIENCE = 60
+PATIENCE = 240
 
 PRELUDE = """
 import asyncio, gc, sys, threading, time
@@ -133,7 +133,7 @@ while allm.engine.has_unfinished_requests():
     await asyncio.sleep(0.001)
 print(await allm.audit(), (await allm.memory_report()).usage.num_sequences)
 await allm.aclose()
-print(set(threading.enumerate()) == before)
+print(set(threading.enumerate()) <= before)
 """).split("\n") == ["[] 0", "True", ""]
 
 
@@ -212,7 +212,7 @@ inner()
 grown = resident() - before
 llm.close()
 llm.close()
-print(sum(storage.size() for storage in storages), set(threading.enumerate()) == threads)
+print(sum(storage.size() for storage in storages), set(threading.enumerate()) <= threads)
 left = resident() - before
 print(held > 70 and grown > 0.8 * held and left < 0.4 * held, f"held {held:.0f}, grew {grown:.0f}, left {left:.0f} MiB")
 print(type(sys.last_value).__name__, len(_oh) > 0)

@@ -271,7 +271,7 @@ def test_ctrl_c_from_outside():
         started = threading.Event()
         llm.engine.events.subscribe(lambda _record: started.set())
         main = threading.main_thread().ident
-        sender = threading.Thread(target=lambda: (started.wait(10), signal.pthread_kill(main, signal.SIGINT)))
+        sender = threading.Thread(target=lambda: (started.wait(240), signal.pthread_kill(main, signal.SIGINT)))
         sender.start()
         with pytest.raises(KeyboardInterrupt):
             generate(llm, ["x"] * 8, SamplingParams(max_tokens=1900, ignore_eos=True))
@@ -306,18 +306,18 @@ def test_generate_in_another_thread(llm):
 
 @OVERLAP
 def test_close_leaves_no_thread_and_no_memory(overlap):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     llm = LLM("tiny", async_scheduling=overlap)
     generate(llm, "Hello")
     reader = overlap and torch.cuda.is_available()  # waits for a GPU's tokens
-    assert threading.active_count() == before + overlap + reader
+    assert len(set(threading.enumerate()) - before) == overlap + reader
     runner = llm.engine._executor.runner
     tensors = [*runner.model.parameters(), *(t for layer in runner.kv_cache.layers for t in (layer.k, layer.v))]
     watched = weakref.ref(runner)
     del runner
     llm.close()
     llm.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     gc.collect()
     assert watched() is None

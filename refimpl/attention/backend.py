@@ -85,13 +85,19 @@ class AttentionStep(Protocol):
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in the cache."""
 
-    def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        """Attention of each new token over its sequence's tokens up to itself."""
+    def attend(
+        self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"], window: int | None = None
+    ) -> Float[Tensor, "T Hq D"]:
+        """Attention of each new token over its sequence's tokens up to itself, or over the last ``window`` of them."""
 
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """A way to compute attention over the paged cache."""
+    """A way to compute attention over the paged cache.
+
+    One with an attribute ``serves_windows`` that is true has steps whose ``attend`` takes a window; it is given one in those
+    layers alone that have one. Without the attribute a model with such layers is refused.
+    """
 
     name: str
 

@@ -42,8 +42,10 @@ class _CheckedStep:
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         self._step.write(layer_kv, key, value)
 
-    def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        attended: object = self._step.attend(layer_kv, query)
+    def attend(
+        self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"], window: int | None = None
+    ) -> Float[Tensor, "T Hq D"]:
+        attended: object = self._step.attend(layer_kv, query, *(() if window is None else (window,)))
         if not isinstance(attended, Tensor) or (attended.shape, attended.dtype) != (query.shape, query.dtype):
             raise PartError(
                 f"attention backend {self._name!r}: attend returned {_described(attended)}; it must be "

@@ -23,6 +23,8 @@ class Setting:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     block_size: int = 16
+    windowed: bool = False
+    """Whether there are layers with a window (:attr:`ModelConfig.windowed`)."""
 
     @property
     def capability(self) -> int:
@@ -89,6 +91,12 @@ def choose_backend(backend: Any, setting: Setting) -> AttentionBackend:
 
     """
     if not isinstance(backend, str):
+        if setting.windowed and not getattr(backend, "serves_windows", False):
+            raise ConfigError(
+                f"the attention backend {backend.name!r} does not say that it serves windows, and in some of the model's "
+                "layers tokens attend to the last ones only: give it serves_windows = True and let attend(layer_kv, query, "
+                "window) take one, lower max_model_len to the window, or use attention_backend='auto'"
+            )
         return CheckedBackend(backend)
     name = backend_choice(backend, setting).name
     if name == "flash_attn":

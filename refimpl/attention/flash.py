@@ -39,7 +39,9 @@ INSTALL = (
 )
 
 
-def _with_kvcache_3(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float) -> Any:
+def _with_kvcache_3(
+    library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float, **more: Any
+) -> Any:
     return library.flash_attn_with_kvcache(
         query,
         layer_kv.k,
@@ -50,12 +52,11 @@ def _with_kvcache_3(library: Any, query: Tensor, layer_kv: LayerKV, step: Attent
         max_seqlen_q=step.max_seqlen_q,
         softmax_scale=scale,
         causal=True,
+        **more,
     )
 
 
-def _varlen_vllm(
-    library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float, **planned: Any
-) -> Any:
+def _varlen_vllm(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float, **more: Any) -> Any:
     return library.flash_attn_varlen_func(
         query,
         layer_kv.k,
@@ -68,11 +69,11 @@ def _varlen_vllm(
         causal=True,
         block_table=step.block_table,
         fa_version=3,
-        **planned,
+        **more,
     )
 
 
-def _varlen_4(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float) -> Any:
+def _varlen_4(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float, **more: Any) -> Any:
     return library.flash_attn_varlen_func(
         query,
         layer_kv.k,
@@ -82,10 +83,11 @@ def _varlen_4(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMet
         page_table=step.block_table,
         softmax_scale=scale,
         causal=True,
+        **more,
     )
 
 
-def _either_2(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float) -> Any:
+def _either_2(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMetadata, scale: float, **more: Any) -> Any:
     S, n = len(step.query_lens), step.max_seqlen_q
     if len(query) == S * n:  # equally many queries each
         attended = library.flash_attn_with_kvcache(
@@ -96,6 +98,7 @@ def _either_2(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMet
             block_table=step.block_table,
             softmax_scale=scale,
             causal=True,
+            **more,
         )
         return attended.flatten(0, 1)
     return library.flash_attn_varlen_func(
@@ -109,6 +112,7 @@ def _either_2(library: Any, query: Tensor, layer_kv: LayerKV, step: AttentionMet
         softmax_scale=scale,
         causal=True,
         block_table=step.block_table,
+        **more,
     )
 
 
@@ -127,7 +131,8 @@ class Interface:
     below: int
     """Compute capabilities that it runs on, from ``least`` to under ``below``."""
     call: Callable[..., Any]
-    """Takes the library, queries, a layer's cache, the step and the scale; by name what was planned, where that can be."""
+    """Takes the library, queries, a layer's cache, the step and the scale; by name a window, and what was planned, where
+    that can be."""
 
 
 INTERFACES = (
@@ -216,9 +221,13 @@ class FlashAttentionStep:
 
         write_kv(key, value, layer_kv.k, layer_kv.v, self._metadata.slot_mapping)
 
-    def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        """Attention of each new token over its sequence's tokens up to itself."""
-        attended = self._interface.call(self._library, query, layer_kv, self._metadata, self._scale)
+    def attend(
+        self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"], window: int | None = None
+    ) -> Float[Tensor, "T Hq D"]:
+        """Attention of each new token over its sequence's tokens up to itself, or over the last ``window`` of them."""
+        # Theirs is how far a token sees to either side of itself: one less than ours, which counts the token.
+        more = {} if window is None else {"window_size": (window - 1, 0)}
+        attended = self._interface.call(self._library, query, layer_kv, self._metadata, self._scale, **more)
         output: Tensor = attended[0] if isinstance(attended, tuple) else attended  # some give the log-sums too
         return output
 
@@ -232,6 +241,7 @@ class FlashAttention:
     """
 
     name = "flash_attn"
+    serves_windows = True
 
     def __init__(self, head_dim: int, dtype: torch.dtype, block_size: int, capability: int) -> None:
         self._interface, self._library = find(capability)

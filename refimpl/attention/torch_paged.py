@@ -11,13 +11,16 @@ query heads of a key/value head into rows, so that keys and values are never rep
 
 What needs no mask gets none: decodes whose contexts are equally long, and, on a CPU, a prompt that is computed from its
 first token on. That is one tile, whatever its length: the CPU's operation skips the upper triangle by itself.
+
+In a layer with a *window* a tile begins at the block of the first key that its first query sees; what lies before is not
+gathered, and a mask hides the rest. Where no context of a step is longer than the window, there is none.
 The softmax is in float32 whatever the dtype (in float64 for float64).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,14 +45,24 @@ class Tiles:
     first_tokens: np.ndarray
     num_queries: np.ndarray
     contexts: np.ndarray
-    """What the last query of each sees."""
+    """Keys that are gathered for each: up to its last query's, from ``first_blocks`` on."""
+    first_blocks: np.ndarray | None = None
+    """Blocks at the head of each one's table that lie before its window. None: there is no window."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __getitem__(self, chosen: np.ndarray) -> Tiles:
         """Some of them, in the order of the indices."""
-        return Tiles(self.sequences[chosen], self.first_tokens[chosen], self.num_queries[chosen], self.contexts[chosen])
+        skipped = None if self.first_blocks is None else self.first_blocks[chosen]
+        own = (self.sequences[chosen], self.first_tokens[chosen], self.num_queries[chosen], self.contexts[chosen])
+        return Tiles(*own, skipped)
+
+    def within(self, window: int, block_size: int) -> Tiles:
+        """The same where one attends to ``window`` tokens."""
+        first_seen = np.maximum(self.contexts - self.num_queries - window + 1, 0)  # by the first query
+        skipped = first_seen // block_size
+        return replace(self, contexts=self.contexts - skipped * block_size, first_blocks=skipped)
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,8 @@ class Group:
     from_start: bool
     """Whether the tiles are prompts from their first token on, so that query i sees the keys up to i."""
     hidden: Bool[Tensor, "tiles 1 queries L"] | None
-    """Key position > query position: what lies ahead, or beyond the context. None where a mask is not needed."""
+    """Key position > query position: what lies ahead, or beyond the context; and what the window has left behind. None where
+    a mask is not needed."""
     unwritten: tuple[Int[Tensor, "holes"], Int[Tensor, "holes"]] | None
     """(tile, position) of gathered slots beyond their tile's context: whatever lies there, even NaN, must not be read."""
 
@@ -112,18 +126,18 @@ def group_tiles(tiles: Tiles) -> list[Tiles]:
     return groups
 
 
-def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
-    """What all layers share about a group: indices, mask, and the gathered slots to blank."""
+def make_group(tiles: Tiles, metadata: AttentionMetadata, window: int | None = None) -> Group:
+    """What all layers of a window share about a group: indices, mask, and the gathered slots to blank."""
     device = metadata.block_table.device
     num_queries = int(tiles.num_queries[0])
     shortest, context = int(tiles.contexts.min()), int(tiles.contexts.max())
-    from_start = num_queries > 1 and device.type == "cpu" and shortest == context == num_queries
+    prompts = num_queries > 1 and shortest == context == num_queries
+    from_start = prompts and device.type == "cpu" and window is None
     in_order = len(tiles) * num_queries == sum(metadata.query_lens)
-    masked = not from_start and not (num_queries == 1 and shortest == context)
-    hidden, unwritten = _masks(tiles.contexts, num_queries, device) if masked else (None, None)
-    tables = metadata.block_table[:, : -(-context // metadata.block_size)]
+    masked = window is not None or not (from_start or (num_queries == 1 and shortest == context))
+    hidden, unwritten = _masks(tiles.contexts, num_queries, device, window) if masked else (None, None)
     tokens = None if in_order else np.add.outer(tiles.first_tokens, np.arange(num_queries)).ravel()
-    block_ids = tables[to_device(torch.from_numpy(tiles.sequences), device)].flatten()
+    block_ids = _gathered_blocks(tiles, -(-context // metadata.block_size), metadata.block_table)
     return Group(
         tokens=None if tokens is None else to_device(torch.from_numpy(tokens), device),
         num_tiles=len(tiles),
@@ -137,6 +151,18 @@ def make_group(tiles: Tiles, metadata: AttentionMetadata) -> Group:
     )
 
 
+def _gathered_blocks(
+    tiles: Tiles, num_blocks: int, block_table: Int[Tensor, "S max_blocks"]
+) -> Int[Tensor, "tiles_x_blocks"]:
+    """``num_blocks`` of each tile's table, tile after tile."""
+    sequences = to_device(torch.from_numpy(tiles.sequences), block_table.device)
+    if tiles.first_blocks is None:
+        return block_table[:, :num_blocks][sequences].flatten()
+    places = tiles.first_blocks[:, None] + np.arange(num_blocks)
+    places = np.minimum(places, block_table.shape[1] - 1)  # beyond a shorter context: whatever is there is blanked
+    return block_table[sequences[:, None], to_device(torch.from_numpy(places), block_table.device)].flatten()
+
+
 def _consecutive(block_ids: Int[Tensor, "blocks"]) -> int | None:
     """The first of blocks that follow each other."""
     ids = block_ids.numpy()
@@ -144,28 +170,30 @@ def _consecutive(block_ids: Int[Tensor, "blocks"]) -> int | None:
 
 
 def _masks(
-    lengths: np.ndarray, num_queries: int, device: torch.device
+    lengths: np.ndarray, num_queries: int, device: torch.device, window: int | None
 ) -> tuple[Bool[Tensor, "tiles 1 queries L"], tuple[Int[Tensor, "holes"], Int[Tensor, "holes"]]]:
     """What the queries of each tile may not see, and the slots of a group beyond the contexts of its tiles."""
     contexts = to_device(torch.from_numpy(lengths), device).unsqueeze(1)
     keys, queries = torch.arange(int(lengths.max()), device=device), torch.arange(num_queries, device=device)
-    hidden = (keys > (contexts - num_queries + queries)[..., None]).unsqueeze(1)
+    positions = (contexts - num_queries + queries)[..., None]
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
     tile, position = (keys >= contexts).nonzero().unbind(1)
-    return hidden, (tile, position)
+    return hidden.unsqueeze(1), (tile, position)
 
 
 class TorchPagedStep:
-    """One step's groups, ready for every layer."""
+    """One step's groups, ready for every layer; those of a window are made in the first layer that has it."""
 
     def __init__(self, metadata: AttentionMetadata, softmax_scale: float, scratch: list[Tensor | None]) -> None:
         block_size = metadata.block_size
         self._targets = (metadata.slot_mapping // block_size, metadata.slot_mapping % block_size)
         self._scale = softmax_scale
         self._scratch = scratch
-        whole_prompts = metadata.block_table.device.type == "cpu"
-        tiles = cut_tiles(metadata.query_lens, metadata.context_lens, whole_prompts)
-        self._groups = [make_group(group, metadata) for group in group_tiles(tiles)]
-        self._masks: list[Tensor | None] | None = None
+        self._metadata = metadata
+        self._masked_groups: dict[int | None, list[tuple[Group, Tensor | None]]] = {}
+        """By window: groups, each with its mask."""
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:
         """Store the new tokens' keys and values in their slots. Mutates ``layer_kv``."""
@@ -173,18 +201,32 @@ class TorchPagedStep:
         layer_kv.k.index_put_(self._targets, key)
         layer_kv.v.index_put_(self._targets, value)
 
-    def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        """Attention of each new token over its sequence's tokens up to itself."""
-        if self._masks is None:  # the first layer: their dtype is the query's
-            self._masks = [_additive_mask(group, query, query.shape[1] // layer_kv.k.shape[2]) for group in self._groups]
-        if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend_group(self._groups[0], self._masks[0], layer_kv, query)
+    def attend(
+        self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"], window: int | None = None
+    ) -> Float[Tensor, "T Hq D"]:
+        """Attention of each new token over its sequence's tokens up to itself, or over the last ``window`` of them."""
+        if window is not None and window >= self._metadata.max_seqlen_k:
+            window = None
+        if window not in self._masked_groups:  # the first layer: the masks' dtype is the query's
+            G = query.shape[1] // layer_kv.k.shape[2]
+            made = self._make_groups(window)
+            self._masked_groups[window] = [(group, _additive_mask(group, query, G)) for group in made]
+        groups = self._masked_groups[window]
+        if len(groups) == 1 and groups[0][0].tokens is None:
+            return self._attend_group(*groups[0], layer_kv, query)
         output = torch.empty_like(query)
-        for group, mask in zip(self._groups, self._masks, strict=True):
+        for group, mask in groups:
             assert group.tokens is not None, "a group of all tokens is the only one"
             attended = self._attend_group(group, mask, layer_kv, query.index_select(0, group.tokens))
             output.index_copy_(0, group.tokens, attended)
         return output
+
+    def _make_groups(self, window: int | None) -> list[Group]:
+        step = self._metadata
+        whole_prompts = window is None and step.block_table.device.type == "cpu"
+        tiles = cut_tiles(step.query_lens, step.context_lens, whole_prompts)
+        tiles = tiles if window is None else tiles.within(window, step.block_size)
+        return [make_group(group, step, window) for group in group_tiles(tiles)]
 
     def _attend_group(
         self, group: Group, mask: Float[Tensor, "tiles 1 _ L"] | None, layer_kv: LayerKV, query: Float[Tensor, "rows Hq D"]
@@ -238,6 +280,7 @@ class TorchPagedAttention:
     """The backend that runs everywhere."""
 
     name = "torch"
+    serves_windows = True
 
     def __init__(self, softmax_scale: float) -> None:
         self._scale = softmax_scale

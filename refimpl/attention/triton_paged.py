@@ -32,7 +32,7 @@ from refimpl.kernels.transfer import to_device
 
 
 class TritonPagedStep:
-    """One step, ready for every layer. What depends on the heads is planned in the first layer."""
+    """One step, ready for every layer. What depends on the heads or a window is planned in the first layer that has them."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class TritonPagedStep:
         self._scale = softmax_scale
         self._target = target
         self._by_torch: tuple[Int[Tensor, "rows"], TorchPagedStep] | None = None
-        self._splits: SplitPlan | None = None
+        self._splits: dict[int | None, SplitPlan] = {}
+        """By window."""
         self._tiles = tiles
         if tiles is not None:  # who has more than one query is in them
             self._decode_queries, self._prefills = 1, [0]
@@ -78,22 +79,24 @@ class TritonPagedStep:
         )
         return turned
 
-    def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        """Attention of each new token over its sequence's tokens up to itself."""
+    def attend(
+        self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"], window: int | None = None
+    ) -> Float[Tensor, "T Hq D"]:
+        """Attention of each new token over its sequence's tokens up to itself, or over the last ``window`` of them."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if self._decode_queries:
-            self._decode(layer_kv, query, output)
+            self._decode(layer_kv, query, output, window)
         if self._by_torch is not None:
             tokens, step = self._by_torch
-            output.index_copy_(0, tokens, step.attend(layer_kv, query.index_select(0, tokens)))
+            output.index_copy_(0, tokens, step.attend(layer_kv, query.index_select(0, tokens), window))
         elif self._prefills:
-            self._prefill(layer_kv, query, output)
+            self._prefill(layer_kv, query, output, window)
         return output
 
-    def _decode(self, layer_kv: LayerKV, query: Tensor, output: Tensor) -> None:
+    def _decode(self, layer_kv: LayerKV, query: Tensor, output: Tensor, window: int | None) -> None:
         step = self._metadata
-        if self._splits is None:
-            self._splits = plan_decode(
+        if window not in self._splits:
+            self._splits[window] = plan_decode(
                 query.shape[1],
                 layer_kv.k.shape[2],
                 query.shape[2],
@@ -103,11 +106,12 @@ class TritonPagedStep:
                 self._decode_queries,
                 step.max_seqlen_k,
                 self._target,
+                window,
             )
         lengths = (step.block_table, step.cu_seqlens_q, step.seqused_k)
-        paged_attention(query, layer_kv.k, layer_kv.v, *lengths, self._scale, self._splits, output, self._target)
+        paged_attention(query, layer_kv.k, layer_kv.v, *lengths, self._scale, self._splits[window], output, self._target)
 
-    def _prefill(self, layer_kv: LayerKV, query: Tensor, output: Tensor) -> None:
+    def _prefill(self, layer_kv: LayerKV, query: Tensor, output: Tensor, window: int | None) -> None:
         step = self._metadata
         if self._tiles is None:
             self._tiles = plan_prefill(
@@ -120,7 +124,7 @@ class TritonPagedStep:
                 target=self._target,
             )
         lengths = (step.block_table, step.cu_seqlens_q, step.seqused_k)
-        flash_attention(query, layer_kv.k, layer_kv.v, *lengths, self._scale, self._tiles, output, self._target)
+        flash_attention(query, layer_kv.k, layer_kv.v, *lengths, self._scale, self._tiles, output, self._target, window)
 
 
 def _part_for_torch(
@@ -144,6 +148,7 @@ class TritonPagedAttention:
     """The backend ``triton``."""
 
     name = "triton"
+    serves_windows = True
     decodes_on_device = True
     """Whether a step of decodes is worked out from what stands on the device, so that a CUDA graph may hold it."""
 

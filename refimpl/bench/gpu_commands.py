@@ -1,4 +1,4 @@
-"""The commands of ``refimpl bench`` whose figures are a GPU's, and the one that runs them all."""
+"""The commands of ``refimpl bench`` whose figures are a GPU's first of all, and the one that runs them all."""
 
 from __future__ import annotations
 
@@ -85,6 +85,27 @@ def _limits(text: str) -> tuple[float, float]:
     except ValueError as error:
         raise ConfigError(f"goodput is {text!r}; give both limits in milliseconds, such as ttft:200,tpot:50") from error
     return given["ttft"], given["tpot"]
+
+
+@bench.command()
+@with_engine_options
+def load(
+    folder: Annotated[Path, typer.Argument(help="Where the shards are written, and stay: empty, or not there.")],
+    *,
+    model_config: Annotated[str, typer.Option(help="The shape: llama-3-8b, llama-3-70b, or a folder.")] = "llama-3-70b",
+    gib: Annotated[float, typer.Option(help="GiB of shards; the shape gets fewer layers.")] = 16.0,
+    stored: Annotated[str, typer.Option(help="Their dtype: bfloat16, float16, float32 or float8_e4m3fn.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Times that they are read; a first one is discarded.")] = 3,
+    cold: Annotated[bool, typer.Option("--cold", help="Have the system forget the files before each.")] = False,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """How fast sharded weights come from a folder into the device, and what that takes of the host's memory."""
+    from refimpl.bench.load import run
+    from refimpl.bench.result import report_result
+
+    report_result(run(engine_options, model_config, folder, gib, stored, repeats, cold), as_json, save)
 
 
 @bench.command()

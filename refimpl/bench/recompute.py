@@ -83,9 +83,7 @@ def run(engine_options: dict[str, Any], context: int = 504, steps: int = 8, repe
 def _formula(config: ModelConfig, context: int, steps: int, cached: bool) -> int:
     """FLOPs of the measured steps: 2 a weight and token, 4 · heads · D a query and visible key, the head once a step."""
     head = config.vocab_size * config.hidden_size
-    embeddings = head * (1 if config.tie_word_embeddings else 2)
-    norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
-    layers = config.num_parameters - embeddings - norms
+    layers = config.num_parameters - config.num_outside_matrices
     scores = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     total = 0
     for length in range(context + 1, context + steps + 1):

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from refimpl.bench.peers import BATCH, CANDIDATES, TRIAL_TOKENS, Transformers, open_sides, refuse_random_weights
 from refimpl.bench.result import Check, Result, check, setting, workload_hash
 from refimpl.bench.rows import DoesNotFit, Figures, Rows, chosen
@@ -27,8 +29,25 @@ from refimpl.bench.sides import Requests, Run, Side, in_turn, mixed, ratio, same
 from refimpl.errors import ConfigError
 from refimpl.loading.checkpoint import open_checkpoint
 
-BOUNDS = {("decode_b1", "transformers"): 1.8, ("decode_b8", "transformers"): 2.2, ("mixed_32", "transformers"): 2.0}
-BOUNDS |= {("decode_b1", "vllm"): 1.2, ("decode_b8", "vllm"): 1.1}
+BOUNDS: dict[tuple[str, str], dict[str, float]] = {
+    # AVX2 has no products of bfloat16: there transformers widens its weights, we keep them in float16.
+    ("bfloat16", "AVX2"): {
+        "decode_b1": 1.1,
+        "decode_b8": 2.2,
+        "mixed_32": 2.0,
+        "decode_b1_vllm": 1.05,
+        "decode_b8_vllm": 1.1,
+    },
+    ("float32", "AVX2"): {"decode_b1": 1.05, "decode_b8": 1.1, "mixed_32": 2.0},
+    ("bfloat16", "AVX512"): {"decode_b1": 1.3, "decode_b8": 1.35, "mixed_32": 2.0},
+    ("float32", "AVX512"): {"decode_b1": 1.05, "decode_b8": 1.1, "mixed_32": 2.0},
+}
+"""What a ratio must be at least, by dtype and what the CPU multiplies with.
+
+A decode step of few requests reads every weight once, on all sides, at a bandwidth that is the machine's. Of 538 MB in
+float32 that is 41 ms at 13 GB/s, of which no engine saves anything; what differs is how far the products reach the bandwidth
+and what lies between them. So a large factor over a peer is a peer that leaves bandwidth unused, never the bound of ours.
+"""
 LARGEST_GAP = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Where two sides part, transformers' logit of our token is at most this far under its largest: a tie, up to rounding."""
 PROMPT, OUTPUT = 37, 128
@@ -151,10 +170,11 @@ def _tell(figures: Figures) -> str:
 def _checks(name: str, dtype: str, figures: Figures) -> list[Check]:
     """Ratios that have a bound, and that all sides drew the tokens that they should."""
     listed = []
+    bounds = BOUNDS.get((dtype, torch.backends.cpu.get_cpu_capability()), {})
     for peer, value in figures["ratios"].items():
-        if (bound := BOUNDS.get((name, peer))) is not None:
-            suffix = "" if peer == "transformers" else f"_{peer}"
-            listed.append(check(_named(name + suffix, dtype), value, ">=", bound))
+        row = name if peer == "transformers" else f"{name}_{peer}"
+        if (bound := bounds.get(row)) is not None:
+            listed.append(check(_named(row, dtype), value, ">=", bound))
     if "largest_gap" in figures:
         listed.append(check(_named(f"{name}_largest_gap", dtype), figures["largest_gap"], "<=", LARGEST_GAP[dtype]))
     listed.append(check(_named(f"{name}_tokens_missing", dtype), figures["tokens_missing"], "<=", 0))

@@ -39,6 +39,9 @@ class KVCacheManager:
     A block may stand in several tables: after a fork, or where prompts begin alike. Reference counts say in how many. Only
     the last block of a table is ever written, and a shared one is copied first (copy-on-write); its last owner writes in
     place. A sequence wastes at most ``block_size - 1`` slots, in its last block.
+
+    Blocks that every layer's window has left behind are kept as long as their sequence: they may still begin other prompts.
+    :meth:`ModelConfig.kv_bytes_per_token` says what that costs.
     """
 
     can_share = True

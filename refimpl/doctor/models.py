@@ -15,16 +15,10 @@ from refimpl.errors import OutOfMemoryError, RefimplError
 from refimpl.executor import gpu_memory, memory, memory_advice
 from refimpl.executor.device import free_host_memory
 from refimpl.loading.checkpoint import open_checkpoint
-from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached, hub_folder_if_cached
+from refimpl.loading.hub import hub_cache, hub_folder_if_cached
+from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached
 from refimpl.quantization.choose import choose_method, fits_widened
 from refimpl.quantization.method import weight_bytes
-
-
-def hub_cache() -> Path:
-    """Where the Hugging Face Hub's own programs keep models."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
 
 
 def check_models() -> list[Finding]:
@@ -83,10 +77,11 @@ def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
 
 
 def _attention(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any) -> list[Finding]:
-    """Where the model's head size decides who computes attention: that was not known when the choices were told."""
+    """Where the model decides who computes attention: it was not known when the choices were told."""
+    windowed = config.for_context(config.context_limit(args.max_model_len)).windowed
     choices = [
-        backend_choice(args.attention_backend, Setting(head_dim, device, dtype, args.block_size))
-        for head_dim in (0, config.head_dim)
+        backend_choice(args.attention_backend, Setting(head_dim, device, dtype, args.block_size, has_windows))
+        for head_dim, has_windows in ((0, False), (config.head_dim, windowed))
     ]
     if choices[0] == choices[1]:
         return []

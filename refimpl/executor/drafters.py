@@ -33,15 +33,8 @@ COMPARED_TOKENS = 512
 """Tokens whose texts are compared, to see whether two vocabularies are one."""
 
 
-def load_draft_model(
-    config: SpeculativeConfig | None,
-    args: EngineArgs,
-    target: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-) -> LlamaForCausalLM | None:
-    """The draft model, if the options name one.
+def open_draft_model(config: SpeculativeConfig | None, target: Checkpoint) -> Checkpoint | None:
+    """The draft model's checkpoint, if the options name one; no weights are read.
 
     Raises:
         ConfigError: its vocabulary is not the target's.
@@ -52,6 +45,18 @@ def load_draft_model(
         return None
     checkpoint = open_checkpoint(config.model)
     check_same_vocabulary(target, checkpoint)
+    return checkpoint
+
+
+def load_draft_model(
+    checkpoint: Checkpoint, args: EngineArgs, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> LlamaForCausalLM:
+    """The draft model with its weights.
+
+    Raises:
+        ModelError: they cannot be read.
+
+    """
     length = min(max_model_len, checkpoint.config.context_limit())
     if length < max_model_len:
         log.info("the draft model %s reads at most %d tokens; longer texts go on without drafts", checkpoint.name, length)
@@ -83,7 +88,7 @@ def check_same_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
 def make_speculation(
     config: SpeculativeConfig, args: EngineArgs, target: Checkpoint, draft: LlamaForCausalLM | None, runner: ModelRunner
 ) -> Speculation:
-    """Who drafts, ready to be asked. ``draft`` is what :func:`load_draft_model` gave.
+    """Who drafts, ready to be asked. ``draft`` is what :func:`load_draft_model` gave, if there is one.
 
     Raises:
         ConfigError: there is no head for this model, or it is one for another.
@@ -112,11 +117,11 @@ def _proposer(
                 f"{target.name} --out FOLDER`) and give its folder as model of speculative_config"
             )
         head = load_head(folder, runner.model, target.name, target.fingerprint())
-        return HeadProposer(head, runner.model.rotary, cache.layers, runner.backend, max_num_seqs)
+        return HeadProposer(head, runner.model, cache.layers, runner.backend, max_num_seqs)
     assert draft is not None, "loaded before the cache was sized"
     dtype = draft.embed_tokens.dtype
     kv_cache = KVCache(draft.config, cache.num_blocks, cache.block_size, dtype, batch.device)
-    setting = Setting(draft.config.head_dim, batch.device, dtype, cache.block_size)
+    setting = Setting(draft.config.head_dim, batch.device, dtype, cache.block_size, draft.config.windowed)
     backend = choose_backend(args.attention_backend, setting)
     return DraftModelProposer(draft, kv_cache, backend, max_num_seqs, budget)
 

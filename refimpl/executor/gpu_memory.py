@@ -25,23 +25,30 @@ SAMPLED_GRAPHS = 4
 """Graphs recorded beside the largest, to see what each further one takes."""
 
 
-def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DeviceMemory:
-    """The sums before anything is loaded: what is on the card, and what is known of the engine by arithmetic."""
+def before_loading(
+    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, draft: ModelConfig | None = None
+) -> DeviceMemory:
+    """The sums before anything is loaded: what is on the card, and what is known of the engine by arithmetic.
+
+    Weights and cache of a ``draft`` model count with the model's; they are in ``dtype`` however its own are held.
+    """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
     method = choose_method(args.quantization, device, config)
+    drafts = 0 if draft is None else weight_bytes(draft, choose_method(None, device, draft), dtype.itemsize)
+    drafted = 0 if draft is None else memory.block_bytes(draft, args.block_size, dtype.itemsize)
     return DeviceMemory(
         total=total,
         taken=total - free,
         of_this_process=torch.cuda.memory_reserved(device),
-        weights=weight_bytes(config, method, dtype.itemsize),
+        weights=weight_bytes(config, method, dtype.itemsize) + drafts,
         weights_of_any_dtype=bytes_of_any_dtype(config, method),
-        smaller=_smaller(method, config, dtype, device),
+        smaller=_smaller(method, config, dtype, device, drafts),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
         vocab_size=config.vocab_size,
-        block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize),
+        block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize) + drafted,
         block_size=args.block_size,
         bytes_per_value=dtype.itemsize,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -52,13 +59,13 @@ def before_loading(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, de
     )
 
 
-def _smaller(method: LinearMethod, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Quantised, ...]:
+def _smaller(
+    method: LinearMethod, config: ModelConfig, dtype: torch.dtype, device: torch.device, drafts: int
+) -> tuple[Quantised, ...]:
     """What other methods would make of weights that are in 16 bits or more: those that the device and the sizes allow."""
-    if method.name:
-        return ()
-    others = methods_for(device, config)
     return tuple(
-        Quantised(one.name, weight_bytes(config, one, dtype.itemsize), bytes_of_any_dtype(config, one)) for one in others
+        Quantised(one.name, weight_bytes(config, one, dtype.itemsize) + drafts, bytes_of_any_dtype(config, one))
+        for one in ([] if method.name else methods_for(device, config))
     )
 
 

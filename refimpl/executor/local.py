@@ -20,7 +20,7 @@ from refimpl.executor import gpu_memory, memory, memory_advice, serving, warm_up
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
-from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation, record_drafter
+from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation, open_draft_model, record_drafter
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.executor.model_runner import ModelRunner
@@ -88,24 +88,25 @@ class LocalExecutor:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
 
     def _load(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
-        """The weights, and those of a draft model."""
-        config = checkpoint.config
+        """The weights, and those of a draft model; first of all it is seen that there is room for both."""
+        speculative: SpeculativeConfig | None = args.speculative_config
+        draft = open_draft_model(speculative, checkpoint)
+        if draft is not None:
+            self.weight_bytes += self._draft_bytes(draft, self.dtype.itemsize)
+            self.block_bytes += memory.block_bytes(draft.config, args.block_size, self.dtype.itemsize)
         if self.device.type == "cuda":
-            self.memory = gpu_memory.before_loading(args, config, self.dtype, self.device)
-            memory_advice.check_weights(self.memory, checkpoint.name, self._weights_in, str(self.device))
+            drafts = None if draft is None else draft.config
+            self.memory = gpu_memory.before_loading(args, checkpoint.config, self.dtype, self.device, drafts)
+            told = checkpoint.name if draft is None else f"{checkpoint.name} with its draft model {draft.name}"
+            memory_advice.check_weights(self.memory, told, self._weights_in, str(self.device))
         else:
-            self._check_room_for_weights(checkpoint)
+            self._check_room_for_weights(checkpoint, draft)
         self._model = load_model(
             *(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len, self._method)
         )
-        speculative: SpeculativeConfig | None = args.speculative_config
-        draft = self._draft = load_draft_model(speculative, args, checkpoint, self.dtype, self.device, max_model_len)
-        if draft is not None:
-            drafts_by = choose_method(None, self.device, draft.config)
-            self.weight_bytes += weight_bytes(draft.config, drafts_by, self.dtype.itemsize)
-            self.block_bytes += memory.block_bytes(draft.config, args.block_size, self.dtype.itemsize)
+        self._draft = None if draft is None else load_draft_model(draft, args, self.dtype, self.device, max_model_len)
         if self.memory is not None:
-            laws = 1 if args.speculative_config is None else 1 + args.speculative_config.num_speculative_tokens
+            laws = 1 if speculative is None else 1 + speculative.num_speculative_tokens
             self.memory = gpu_memory.with_weights(self.memory, self.device)
             self.memory = self.memory.with_(block_bytes=self.block_bytes, laws_a_row=laws)
 
@@ -114,7 +115,8 @@ class LocalExecutor:
         config = checkpoint.config
         self._load(args, checkpoint, max_model_len)
         speculative, draft = args.speculative_config, self._draft
-        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size)
+        windowed = self._model.config.windowed  # of the model as it is built, for contexts of max_model_len
+        setting = Setting(config.head_dim, self.device, self.dtype, args.block_size, windowed)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
         served = serving.who_serves(args, setting, self._method.name)
@@ -180,23 +182,39 @@ class LocalExecutor:
             return f"{dtype} (widened from {method.name})"
         return f"{method.name} (embeddings and output head in {dtype})" if method.name else dtype
 
-    def _check_room_for_weights(self, checkpoint: Checkpoint) -> None:
+    def _draft_bytes(self, draft: Checkpoint, bytes_per_value: int) -> int:
+        """What a draft model takes, held as its checkpoint has it."""
+        return weight_bytes(draft.config, choose_method(None, self.device, draft.config), bytes_per_value)
+
+    def _check_room_for_weights(self, checkpoint: Checkpoint, draft: Checkpoint | None) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
-        needed, config = self.weight_bytes, checkpoint.config
-        free = free_host_memory()
-        if needed > free:
-            smaller = {"dtype=bfloat16": weight_bytes(config, self._method, 2)}
-            for other in [] if self._method.name else methods_for(self.device, config):
-                smaller[f"quantization={other.name}"] = weight_bytes(config, other, self.dtype.itemsize)
-                smaller[f"quantization={other.name} with dtype=bfloat16"] = weight_bytes(config, other, 2)
-            fitting = [f"{how} takes {count / GIB:.1f} GiB and fits" for how, count in smaller.items() if count <= free]
-            raise OutOfMemoryError(
-                f"{checkpoint.name} has {config.num_parameters / 1e9:.2f} billion weights, {needed / GIB:.1f} GiB"
-                f" in {self._weights_in}; {self.device} has {free / GIB:.1f} GiB free. "
-                f"{fitting[0] if fitting else 'Use a smaller model'}, or use another device",
-                needed=needed,
-                free=free,
-            )
+        needed, config, free = self.weight_bytes, checkpoint.config, free_host_memory()
+        if needed <= free:
+            return
+        dtype = self.dtype.itemsize
+        said = f"{config.num_parameters / 1e9:.2f} billion weights"
+        if draft is not None:
+            ours = weight_bytes(config, self._method, dtype)
+            said += f" ({ours / GIB:.1f} GiB), and {draft.name}, its draft model, {draft.config.num_parameters / 1e9:.2f}"
+            said += f" ({(needed - ours) / GIB:.1f} GiB)"
+        smaller = {"dtype=bfloat16": (self._method, 2)}
+        for other in [] if self._method.name else methods_for(self.device, config):
+            smaller[f"quantization={other.name}"] = (other, dtype)
+            smaller[f"quantization={other.name} with dtype=bfloat16"] = (other, 2)
+        for how, (method, size) in smaller.items():
+            count = weight_bytes(config, method, size)
+            count += 0 if draft is None else self._draft_bytes(draft, size)
+            if count <= free:
+                advice = f"{how} takes {count / GIB:.1f} GiB and fits"
+                break
+        else:
+            advice = "Use a smaller model" + ("" if draft is None else ", or none that drafts")
+        raise OutOfMemoryError(
+            f"{checkpoint.name} has {said}, {needed / GIB:.1f} GiB in {self._weights_in}; {self.device} has "
+            f"{free / GIB:.1f} GiB free. {advice}, or use another device",
+            needed=needed,
+            free=free,
+        )
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step: at once, or in the worker thread after those before it."""

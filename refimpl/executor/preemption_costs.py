@@ -24,6 +24,8 @@ MOST_BLOCKS = 64
 def measure(runner: ModelRunner, model: ModelConfig, num_tokens: int, num_host_blocks: int) -> PreemptionCosts:
     """Time a prompt and a transfer in an empty cache; nothing of them stays but what lies in blocks that nobody owns.
 
+    Attention is reckoned over whole contexts, also where layers have a window: recomputing a long text then costs less.
+
     Args:
         runner: with a cache of free blocks and a swap space.
         model: its configuration.

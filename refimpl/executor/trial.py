@@ -29,7 +29,7 @@ def trial_runner(
         model,
         KVCache(config, 1, args.block_size, dtype, device),
         InputBatch(num_seqs, length, args.block_size, device, SamplingSlots(num_seqs, config.vocab_size, device)),
-        choose_backend(args.attention_backend, Setting(config.head_dim, device, dtype, args.block_size)),
+        choose_backend(args.attention_backend, Setting(config.head_dim, device, dtype, args.block_size, config.windowed)),
     )
 
 

@@ -1,6 +1,6 @@
 """Have every kernel compiled that serving will ask for, before the first request waits for one.
 
-One layer of the model goes through steps of every kind once (see :mod:`refimpl.kernels.rehearsal`: nothing is computed):
+One layer of each kind goes through steps of every kind once (see :mod:`refimpl.kernels.rehearsal`: nothing is computed):
 those that graphs are recorded for, prompts, prompts of so few tokens that they are served with the
 decodes, and drawing with filters and penalties.
 """
@@ -49,7 +49,7 @@ def compile_kernels(
 
     most_rows, _ = args.step_limits()
     length = args.max_model_len or model.config.context_limit()
-    runner = trial_runner(args, one_layer_of(model), dtype, device, most_rows, length)
+    runner = trial_runner(args, layers_of_each_kind(model), dtype, device, most_rows, length)
     # Without room for such steps nothing is compiled ahead; what the engine says about it comes from those it needs.
     with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode(), rehearsed(device):
         if sizes:  # first: the steps below append tokens that nobody drew, and none of them may be read
@@ -80,9 +80,11 @@ def _steps(most_rows: int, length: int, short_beside_few: bool) -> list[tuple[li
     return steps
 
 
-def one_layer_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The model with its first layer alone, and the same weights: all layers ask for the same kernels."""
-    shallow = copy.copy(model)
-    shallow.config = dataclasses.replace(model.config, num_hidden_layers=1)
-    shallow._modules = dict(model._modules, layers=nn.ModuleList([model.layers[0]]))
+def layers_of_each_kind(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The model with the first layer of each window alone, and the same weights: others ask for no other kernels."""
+    config, shallow = model.config, copy.copy(model)
+    firsts = {config.window(layer): layer for layer in reversed(range(config.num_hidden_layers))}
+    windows = tuple(firsts) if config.windows else ()
+    shallow.config = dataclasses.replace(config, num_hidden_layers=len(firsts), windows=windows)
+    shallow._modules = dict(model._modules, layers=nn.ModuleList(model.layers[layer] for layer in firsts.values()))
     return shallow

@@ -63,6 +63,15 @@ class Linear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight)
 
 
+def new_bias(size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An empty bias. Who has one adds it in place to what a matrix gives, however that is held.
+
+    On a GPU this is a launch beside the product's, some 2 µs a layer by arithmetic. In 16 bits the product is rounded before
+    the sum too, where a product that adds the bias itself rounds once.
+    """
+    return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+
+
 def one_token_by_triton(x: Float[Tensor, "T in_features"]) -> bool:
     """Whether SwiGLU's two products are a kernel's, with what follows them: of one token, in 16 bits."""
     return len(x) == 1 and x.element_size() == 2 and by_triton(x)

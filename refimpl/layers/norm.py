@@ -1,4 +1,7 @@
-"""RMSNorm: scales each token's vector to unit root mean square, then by a learned weight; and the residual add before it."""
+"""RMSNorm: scales each token's vector to unit root mean square, then by a learned weight; and the residual add before it.
+
+:class:`HeadNorms` does the same to each head of the queries and the keys.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class RMSNorm(nn.Module):
         if by_triton(x):
             return self._by_triton(x, residual)
         summed = x if residual is None else residual.add_(x)
-        return self._normed(summed), summed
+        return self.plainly(summed), summed
 
     def _by_triton(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         from refimpl.kernels.rms_norm import add_rms_norm, rms_norm
@@ -39,10 +42,35 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def _normed(self, x: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
+    def plainly(self, x: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        """The normalised rows, by torch's operations."""
         # torch's takes eight passes on a CPU. √(mean(x²) + ε) = hypot(|x| / √H, √ε) takes one over the row.
         wide = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         root_mean_square = length.mul_(x.shape[-1] ** -0.5).hypot_(self._root_eps)
         normed: Tensor = (x / root_mean_square).to(x.dtype)
         return normed.mul_(self.weight)
+
+
+class HeadNorms(nn.Module):
+    """RMSNorm of every head of the queries and of the keys for itself (Henry et al. 2020, "Query-Key Normalization").
+
+    However large queries and keys grow in training, their products stay in bounds. One weight ``[D]`` serves all heads of
+    the queries and another all heads of the keys, so ranks that share the heads have both whole.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = RMSNorm(head_dim, eps, dtype, device)
+        self.key = RMSNorm(head_dim, eps, dtype, device)
+
+    def forward(self, heads: Float[Tensor, "T heads D"]) -> None:
+        """Norm the heads in place: ``num_heads`` of queries, then those of keys. On a GPU by one launch for both."""
+        if by_triton(heads):
+            from refimpl.kernels.head_norm import norm_heads
+
+            norm_heads(heads, self.query.weight, self.key.weight, self.query.eps, self.num_heads)
+            return
+        for part, norm in ((heads[:, : self.num_heads], self.query), (heads[:, self.num_heads :], self.key)):
+            part.copy_(norm.plainly(part))

@@ -17,13 +17,15 @@ from refimpl.errors import CheckpointError, ModelNotFoundError, OutOfMemoryError
 from refimpl.loading.dummy import fill_with_random
 from refimpl.loading.folder import FolderCheckpoint
 from refimpl.loading.gguf import GGUFCheckpoint
+from refimpl.loading.hub import hub_checkpoint_folder
 from refimpl.loading.left_out import leave_out
-from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder, hub_checkpoint_folder
+from refimpl.loading.progress import LoadingProgress
+from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.models.registry import build_model
 from refimpl.models.tiny import tiny
 from refimpl.quantization.choose import choose_method
-from refimpl.quantization.method import Destination, LinearMethod, weight_bytes
+from refimpl.quantization.method import Destination, LinearMethod, fill, weight_bytes
 from refimpl.quantization.stored import has_its_shape, is_optional, stored_views, wanted_dtype
 from refimpl.tokenizer.tokenizer import Tokenizer
 
@@ -43,13 +45,24 @@ class Checkpoint(Protocol):
         """Its numbers."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor with Hugging Face's name for it, in any float dtype, in any order."""
+        """Each tensor with Hugging Face's name for it, in any float dtype, in any order.
+
+        A tensor may be a view of a mapped file, and is best let go before the next is asked for.
+        """
 
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer."""
 
     def fingerprint(self) -> str:
         """A hash that tells it from other models; benchmarks record it."""
+
+
+@runtime_checkable
+class Outlined(Protocol):
+    """What a :class:`Checkpoint` may answer besides, if it knows its tensors before it reads them."""
+
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """What its ``weights`` will give, by name, shape and dtype: tensors that may be without numbers ("meta")."""
 
 
 def open_checkpoint(model: Any) -> Checkpoint:
@@ -146,34 +159,77 @@ def _allocate(
 
 
 def copy_weights(weights: Iterable[tuple[str, Tensor]], views: Mapping[str, Destination], checkpoint: Checkpoint) -> None:
-    """Copy each tensor to its view, and see that every view is filled. Mutates the views."""
-    missing, extra, misshapen, mistyped = dict(views), [], [], []
-    for name, tensor in weights:
-        view = missing.pop(name, None)
+    """Copy each tensor to its view, and see that every view is filled. Mutates the views.
+
+    Where the checkpoint knows its tensors before it reads them (``outlines``), they are held against the views first: what
+    does not fit is told within seconds, however large it is.
+
+    Raises:
+        CheckpointError: tensors are missing, extra, misshapen or of another type; each is named.
+
+    """
+    total = 0
+    if isinstance(checkpoint, Outlined):
+        fit = Fit(checkpoint, views)
+        total = sum(tensor.nbytes for name, tensor in checkpoint.outlines() if fit.place(name, tensor) is not None)
+        fit.check()
+    fit = Fit(checkpoint, views)
+    with LoadingProgress(checkpoint.name, total) as progress:
+        for name, tensor in weights:
+            view = fit.place(name, tensor)
+            if view is not None:
+                fill(view, tensor)
+                progress.add(tensor.nbytes)
+        fit.check()
+
+
+class Fit:
+    """How a checkpoint's tensors fit a model's views: each finds its place, and what does not fit is remembered by name."""
+
+    def __init__(self, checkpoint: Checkpoint, views: Mapping[str, Destination]) -> None:
+        self._checkpoint = checkpoint
+        self._missing = dict(views)
+        self._extra: list[str] = []
+        self._misshapen: list[str] = []
+        self._mistyped: list[str] = []
+
+    def place(self, name: str, tensor: Tensor) -> Destination | None:
+        """Where a tensor goes, if it is wanted and fits. Its numbers are not looked at."""
+        view = self._missing.pop(name, None)
         if view is None:
-            if not IGNORED.search(name) and not (name == "lm_head.weight" and checkpoint.config.tie_word_embeddings):
-                extra.append(name)
+            tied = name == "lm_head.weight" and self._checkpoint.config.tie_word_embeddings
+            if not tied and not IGNORED.search(name):
+                self._extra.append(name)
         elif not has_its_shape(view, tensor):
-            misshapen.append(f"{name} is {list(tensor.shape)}, its configuration makes it {list(view.shape)}")
+            self._misshapen.append(f"{name} is {list(tensor.shape)}, its configuration makes it {list(view.shape)}")
         elif wanted := wanted_dtype(view, tensor):
-            mistyped.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
+            self._mistyped.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
         else:
-            view.copy_(tensor)
-    problems = [
-        f"{what}: {_some(names)}"
-        for what, names in (
-            ("missing", [name for name, view in missing.items() if not is_optional(view)]),
-            ("not in this architecture", extra),
-            ("misshapen", misshapen),
-            ("of another type", mistyped),
-        )
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"the tensors of {checkpoint.name} do not fit its configuration — {'; '.join(problems)}. Download it again, or "
-            "give a model that refimpl runs"
-        )
+            return view
+        return None
+
+    def check(self) -> None:
+        """See that all tensors came, and that each had a place.
+
+        Raises:
+            CheckpointError: some did not.
+
+        """
+        problems = [
+            f"{what}: {_some(names)}"
+            for what, names in (
+                ("missing", [name for name, view in self._missing.items() if not is_optional(view)]),
+                ("not in this architecture", self._extra),
+                ("misshapen", self._misshapen),
+                ("of another type", self._mistyped),
+            )
+            if names
+        ]
+        if problems:
+            raise CheckpointError(
+                f"the tensors of {self._checkpoint.name} do not fit its configuration — {'; '.join(problems)}. Download it "
+                "again, or give a model that refimpl runs"
+            )
 
 
 def _some(names: list[str]) -> str:

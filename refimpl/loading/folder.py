@@ -7,8 +7,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from refimpl.config import ModelConfig
@@ -21,6 +24,10 @@ log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 AGAIN = "download the checkpoint again"
+MAPPED_BYTES = 256 * 2**20
+"""What is handed out of one mapping of a file."""
+MOST_HEADER_BYTES = 100_000_000
+"""Of an index, as of a safetensors file's header, where the library keeps to it: a damaged one is not read for hours."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -60,6 +67,8 @@ class FolderCheckpoint:
         """Which file holds which tensor."""
         index = self.folder / INDEX
         try:
+            if index.stat().st_size > MOST_HEADER_BYTES:
+                raise ValueError(f"it has {index.stat().st_size:,} bytes, and {MOST_HEADER_BYTES:,} are the most")
             where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             outside = any(Path(name).name != name for name in where.values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -80,32 +89,60 @@ class FolderCheckpoint:
             "weights"
         )
 
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor's name, shape and dtype by the files' headers, as tensors without numbers (on the device "meta").
+
+        Raises:
+            CheckpointError: as for :meth:`weights`.
+
+        """
+        for path, names in self._contents().items():
+            with _opened(path) as file:
+                for name in names:
+                    yield name, torch.empty_like(file.get_tensor(name), device="meta")
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, mapped from the file and copied when it is used.
+        """Every tensor, as a view of its mapped file: what is not sliced off, copied or computed with is not read.
+
+        A file is mapped anew for each :data:`MAPPED_BYTES` of it, so that pages that were read do not count to this process
+        for longer than somebody holds tensors of theirs.
 
         Raises:
             CheckpointError: a file is damaged, two hold one tensor, or one lacks a tensor that the index puts there.
+                Nothing has been read by then but the headers.
 
         """
-        from safetensors import SafetensorError, safe_open
+        for path, names in self._contents().items():
+            waiting = list(reversed(names))
+            while waiting:
+                handed_out = 0
+                with _opened(path) as file:
+                    while waiting and handed_out < MAPPED_BYTES:
+                        name = waiting.pop()
+                        tensor = file.get_tensor(name)
+                        handed_out += tensor.nbytes
+                        yield name, tensor
+                        del tensor
 
+    def _contents(self) -> dict[Path, list[str]]:
+        """The names that each file holds, in the order of their numbers there."""
         found: dict[str, str] = {}
+        contents: dict[Path, list[str]] = {}
         for path in self.files():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - a safe_open is no dict
-                        if name in found:
-                            raise CheckpointError(f"{name} is in {found[name]} and again in {path.name}; {AGAIN}")
-                        found[name] = path.name
-                        yield name, file.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is damaged or no safetensors file ({error}); download it again") from error
+            with _opened(path) as file:
+                contents[path] = list(file.offset_keys())
+            for name in contents[path]:
+                if name in found:
+                    raise CheckpointError(f"{name} is in {found[name]} and again in {path.name}; {AGAIN}")
+                found[name] = path.name
         if self._sharded():
             for name, file_name in self._index().items():
                 if found.get(name) != file_name:
+                    held = f", but {found[name]} does" if name in found else ""
                     raise CheckpointError(
-                        f"{self.folder / INDEX} names {name} in {file_name}, which does not hold it; {AGAIN}"
+                        f"{self.folder / INDEX} names {name} in {file_name}, which does not hold it{held}; {AGAIN}"
                     )
+        return contents
 
     def tokenizer(self) -> Tokenizer:
         """Read through transformers.
@@ -132,3 +169,15 @@ class FolderCheckpoint:
             with path.open("rb") as file:
                 digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(2**20))
         return digest.hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped. Its header is held against the file's size, so that one that is cut short is told here."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file ({error}); download it again") from error

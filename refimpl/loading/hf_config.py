@@ -12,7 +12,8 @@ from refimpl.config import ModelConfig
 from refimpl.errors import CheckpointError, UnsupportedModelError
 from refimpl.loading.quantization_keys import read_quantization, written_quantization
 from refimpl.loading.rope_keys import read_rope, written_rope
-from refimpl.models.registry import ARCHITECTURES
+from refimpl.models.family import Keys
+from refimpl.models.registry import FAMILIES
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -38,11 +39,13 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any], where: str) ->
     """
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "model of no named architecture"
-    if architecture not in ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise UnsupportedModelError(
-            f"{where} holds a {architecture} (model_type {raw.get('model_type')!r}); refimpl runs {', '.join(ARCHITECTURES)}"
+            f"{where} holds a {architecture} (model_type {raw.get('model_type')!r}); refimpl runs {', '.join(FAMILIES)}"
         )
     _refuse_unsupported(raw, where)
+    family = FAMILIES[architecture]
+    raw = {**family.defaults, **raw}
     try:
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
         config = ModelConfig(
@@ -61,6 +64,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any], where: str) ->
             eos_token_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
             bos_token_id=(_ids(raw.get("bos_token_id")) or (None,))[0],
             quantization=read_quantization(raw, where),
+            **family.choices(Keys(raw, where)),
         )
     except KeyError as error:
         raise CheckpointError(f"{where} lacks {error}; download it again") from error
@@ -125,11 +129,11 @@ def check_sizes(config: ModelConfig, where: str) -> None:
 
 def write_config(config: ModelConfig, folder: Path) -> None:
     """Write config.json and generation_config.json as transformers reads them."""
-    eos = list(config.eos_token_ids)
+    eos, family = list(config.eos_token_ids), FAMILIES[config.architecture]
     common = {"bos_token_id": config.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
     raw = common | {
         "architectures": [config.architecture],
-        "model_type": "llama",
+        "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -142,8 +146,7 @@ def write_config(config: ModelConfig, folder: Path) -> None:
         "rope_parameters": written_rope(config.rope),
         "tie_word_embeddings": config.tie_word_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **family.written(config),
     }
     if config.quantization is not None:
         raw["quantization_config"] = written_quantization(config.quantization)
@@ -152,12 +155,9 @@ def write_config(config: ModelConfig, folder: Path) -> None:
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
-            raise UnsupportedModelError(f"{where} has {key}; refimpl's Llama has no biases")
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
-        raise UnsupportedModelError(f"{where} uses the activation {activation!r}; refimpl's Llama has silu")
+        raise UnsupportedModelError(f"{where} uses the activation {activation!r}; refimpl's models have silu")
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
@@ -186,4 +186,8 @@ def _no_config(path: Path) -> str:
     gguf = sorted(path.parent.glob("*.gguf"))
     if gguf:
         return f"{path.parent} has no {path.name}, but GGUF files: give one as the model, such as {gguf[0]}"
+    if any(path.parent.glob("*.pth")):
+        beside = path.parent.parent
+        there = f": give {beside} instead" if (beside / path.name).exists() else ", with config.json and safetensors"
+        return f"{path.parent} holds .pth files of Meta's own layout; refimpl reads Hugging Face's{there}"
     return f"{path.parent} has no {path.name}; give a checkpoint folder in Hugging Face's layout, or a GGUF file"

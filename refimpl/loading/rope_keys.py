@@ -137,9 +137,13 @@ def written_rope(rope: RopeConfig) -> dict[str, Any]:
 
 
 def read_gguf_rope(
-    metadata: Mapping[str, Any], number: Callable[..., float], divisors: tuple[float, ...], where: str
+    architecture: str,
+    metadata: Mapping[str, Any],
+    number: Callable[..., float],
+    divisors: tuple[float, ...],
+    where: str,
 ) -> RopeConfig:
-    """From GGUF's metadata; ``number(key, default)`` reads a checked number under ``llama.``.
+    """From GGUF's metadata; ``number(key, default)`` reads a checked number under the architecture's name.
 
     llama.cpp's names: ``rope.scaling.type`` (none, linear, yarn), ``.factor``, ``.original_context_length``,
     ``.attn_factor`` (times yarn's own), ``.yarn_beta_fast``, ``.yarn_beta_slow``; ``rope.scale_linear`` in old files.
@@ -149,12 +153,14 @@ def read_gguf_rope(
         UnsupportedModelError: another type, or a setting of yarn that refimpl does not have.
 
     """
-    theta, kind = float(number("rope.freq_base", 10_000.0)), metadata.get("llama.rope.scaling.type", "none")
+    theta, kind = float(number("rope.freq_base", 10_000.0)), metadata.get(f"{architecture}.rope.scaling.type", "none")
     old = float(number("rope.scale_linear", 1.0))
     if kind == "none":
         kind = "linear" if old != 1.0 else "none"
     if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(f"{where} has llama.rope.scaling.type = {kind!r}; refimpl knows none, linear and yarn")
+        raise UnsupportedModelError(
+            f"{where} has {architecture}.rope.scaling.type = {kind!r}; refimpl knows none, linear and yarn"
+        )
     if kind == "none":
         return RopeConfig(theta, frequency_divisors=divisors)
     factor = float(number("rope.scaling.factor", old if old != 1.0 else None))
@@ -165,7 +171,9 @@ def read_gguf_rope(
     for name, harmless in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_log_multiplier", 0.0)):
         value = number(f"rope.scaling.{name}", harmless)
         if value != harmless and not (name == "yarn_ext_factor" and value < 0):  # below 0: the default
-            raise UnsupportedModelError(f"{where} has llama.rope.scaling.{name} = {value:g}; refimpl knows {harmless:g}")
+            raise UnsupportedModelError(
+                f"{where} has {architecture}.rope.scaling.{name} = {value:g}; refimpl knows {harmless:g}"
+            )
     return RopeConfig(
         theta,
         "yarn",

@@ -1,5 +1,7 @@
 """Llama (Touvron et al. 2023; Dubey et al. 2024), written to be read: one flat batch of tokens, no padding, no phases.
 
+Families that differ from it by choices of :class:`ModelConfig` alone run as it does (see :mod:`refimpl.models.family`).
+
 ::
 
     token ids [T] ─ embedding ─► x ─┬─ norm ─ attention ─►(+)─┬─ norm ─ SwiGLU ─►(+)─ … every layer … ─ norm ─► hidden [T, H]
@@ -8,6 +10,8 @@
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ from refimpl.layers.attention import Attention
 from refimpl.layers.linear import MOST_BYTES_TWICE, Linear
 from refimpl.layers.norm import RMSNorm
 from refimpl.layers.rotary import RotaryEmbedding, Rotation, TableRotation
+from refimpl.models.family import Family, Keys
 from refimpl.quantization.awq import AwqLinear
 from refimpl.quantization.method import Destination, LinearMethod
 from refimpl.quantization.plain import PLAIN
@@ -37,13 +42,14 @@ class LlamaLayer(nn.Module):
         activations: torch.dtype,
         device: torch.device,
         method: LinearMethod,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.method = method
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, activations, device)
-        self.attention = Attention(config, dtype, device, method)
+        self.attention = Attention(config, dtype, device, method, window)
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, activations, device)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, device, method)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, device, method, config.mlp_bias)
 
     def forward(
         self,
@@ -62,6 +68,16 @@ class LlamaLayer(nn.Module):
         normed, residual = self.method.normed(self.post_attention_norm, x, residual)
         return self.mlp(normed), residual
 
+    def checkpoint_views(self) -> dict[str, Destination]:
+        """Where each tensor of a checkpoint's layer goes."""
+        attention, mlp = self.attention.checkpoint_views(), self.mlp.checkpoint_views()
+        return {
+            "input_layernorm.weight": self.input_norm.weight,
+            **{f"self_attn.{name}": view for name, view in attention.items()},
+            "post_attention_layernorm.weight": self.post_attention_norm.weight,
+            **{f"mlp.{name}": view for name, view in mlp.items()},
+        }
+
 
 class LlamaForCausalLM(nn.Module):
     """The whole model. Weights are empty until loaded through :meth:`checkpoint_views`; ``method`` holds the layers'."""
@@ -77,7 +93,8 @@ class LlamaForCausalLM(nn.Module):
         positions = config.context_limit(config.rope.context_length)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, positions, dtype, device)
         self.layers = nn.ModuleList(
-            LlamaLayer(config, dtype, self.activations, device, method) for _ in range(config.num_hidden_layers)
+            LlamaLayer(config, dtype, self.activations, device, method, config.window(index))
+            for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self.activations, device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
@@ -116,21 +133,7 @@ class LlamaForCausalLM(nn.Module):
             views["lm_head.weight"] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, LlamaLayer)
-            name, attention, mlp = f"model.layers.{index}", layer.attention, layer.mlp
-            query, key, value = attention.qkv_proj.parts(attention.q_size, attention.kv_size, attention.kv_size)
-            gate, up = mlp.gate_up_proj.parts(mlp.intermediate_size, mlp.intermediate_size)
-            [output], [down] = attention.o_proj.parts(), mlp.down_proj.parts()
-            views |= {
-                f"{name}.input_layernorm.weight": layer.input_norm.weight,
-                f"{name}.self_attn.q_proj.weight": query,
-                f"{name}.self_attn.k_proj.weight": key,
-                f"{name}.self_attn.v_proj.weight": value,
-                f"{name}.self_attn.o_proj.weight": output,
-                f"{name}.post_attention_layernorm.weight": layer.post_attention_norm.weight,
-                f"{name}.mlp.gate_proj.weight": gate,
-                f"{name}.mlp.up_proj.weight": up,
-                f"{name}.mlp.down_proj.weight": down,
-            }
+            views |= {f"model.layers.{index}.{name}": view for name, view in layer.checkpoint_views().items()}
         return views
 
     def pack_weights(self) -> None:
@@ -148,3 +151,15 @@ class LlamaForCausalLM(nn.Module):
                 module.release()
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.untyped_storage().resize_(0)
+
+
+def _choices(keys: Keys) -> dict[str, Any]:
+    attention_bias = keys.flag("attention_bias")
+    return {"qkv_bias": attention_bias, "output_bias": attention_bias, "mlp_bias": keys.flag("mlp_bias")}
+
+
+def _written(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+LLAMA = Family("LlamaForCausalLM", "llama", _choices, _written)

@@ -1,4 +1,4 @@
-"""Which class runs which architecture. A new family is a file beside llama.py and a line here."""
+"""Which architectures run. A new family is a file beside qwen3.py and a name here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import torch
 
 from refimpl.config import ModelConfig
 from refimpl.errors import UnsupportedModelError
-from refimpl.models.llama import LlamaForCausalLM
+from refimpl.models.family import Family
+from refimpl.models.llama import LLAMA, LlamaForCausalLM
+from refimpl.models.mistral import MISTRAL
+from refimpl.models.qwen2 import QWEN2
+from refimpl.models.qwen3 import QWEN3
 from refimpl.quantization.method import LinearMethod
 from refimpl.quantization.plain import PLAIN
 
-ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
-"""Hugging Face's name of an architecture, and the class that runs it."""
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+"""By Hugging Face's name of the architecture."""
 
 
 def build_model(
@@ -20,11 +24,9 @@ def build_model(
     """The empty model of a configuration, its layers' matrices held by ``method``.
 
     Raises:
-        UnsupportedModelError: no class runs that architecture.
+        UnsupportedModelError: no family has that architecture.
 
     """
-    if config.architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"the model's architecture is {config.architecture}; refimpl runs {', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[config.architecture](config, dtype, device, method)
+    if config.architecture not in FAMILIES:
+        raise UnsupportedModelError(f"the model's architecture is {config.architecture}; refimpl runs {', '.join(FAMILIES)}")
+    return LlamaForCausalLM(config, dtype, device, method)

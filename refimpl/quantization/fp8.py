@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from refimpl.kernels import reference
 from refimpl.kernels.by_triton import by_triton
+from refimpl.kernels.transfer import pieces_on
 from refimpl.layers.activation import silu_mul
 from refimpl.layers.norm import RMSNorm
-from refimpl.quantization.method import Destination, Matrix, Quantised, Rows
+from refimpl.quantization.method import Destination, Matrix, Quantised, Rows, fill
 from refimpl.quantization.stored import StoredTensor, check_finite
 from refimpl.quantization_config import QuantizationConfig
 
-ROWS_AT_ONCE = 4096
-"""Output channels that are quantised together: what that takes beside is two float32 copies of them."""
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 """What a checkpoint may hold scales in."""
 SCALED_MM_MULTIPLE = 16
@@ -109,12 +108,11 @@ class QuantisedPart:
         return self._values.device
 
     def copy_(self, source: Float[Tensor, "R C"], /) -> None:
-        """Quantise a matrix, from the dtype that it has."""
-        pieces = (tensor.split(ROWS_AT_ONCE) for tensor in (source, self._values, self._scales))
-        for rows, values, scales in zip(*pieces, strict=True):
-            quantised = reference.quantise(rows.to(self.device))
-            values.copy_(quantised[0])
-            scales.copy_(quantised[1])
+        """Quantise a matrix, from the dtype that it has; what that takes beside is a piece in float32, twice."""
+        for rows, piece in pieces_on(source, self.device):
+            values, scales = reference.quantise(piece)
+            self._values[rows].copy_(values)
+            self._scales[rows].copy_(scales)
 
     def normal_(self, mean: float, std: float, /, *, generator: torch.Generator | None = None) -> None:
         """Quantise random numbers: those that a matrix in the model's dtype would be filled with."""
@@ -137,7 +135,7 @@ class QuantisedPart:
         return {"weight": values, "weight_scale": scales, "input_scale": unused, "input_scale_ub": unused}
 
     def _take_values(self, source: Tensor) -> None:
-        self._values.copy_(source)
+        fill(self._values, source)
 
     def _take_scales(self, name: str, source: Tensor) -> None:
         check_finite(f"{name}.weight_scale", source)

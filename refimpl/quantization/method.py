@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refimpl.config import ModelConfig
+from refimpl.kernels.transfer import pieces_on
 from refimpl.layers.norm import RMSNorm
 
 
@@ -42,10 +43,25 @@ class Destination(Protocol):
         """Where it is held."""
 
     def copy_(self, source: Tensor, /) -> object:
-        """Take over a tensor of that shape, in any float dtype and from any device."""
+        """Take over a tensor of that shape, in any float dtype and from any device.
+
+        A checkpoint's tensors may be views of a mapped file: of ``source[a:b]`` no other rows are read. A destination that
+        keeps a part passes it on by :func:`fill`.
+        """
 
     def normal_(self, mean: float, std: float, /, *, generator: torch.Generator | None = None) -> object:
         """Fill it with random numbers of a normal distribution."""
+
+
+def fill(view: Destination, source: Tensor) -> None:
+    """Give a destination its tensor, or the part of one that it is: ``view.copy_(source)``, and to a GPU by way of
+    pinned memory, a piece at a time. Mutates the view.
+    """
+    if not isinstance(view, Tensor) or source.ndim == 0:
+        view.copy_(source)
+    else:
+        for rows, piece in pieces_on(source, view.device):
+            view[rows].copy_(piece)
 
 
 @runtime_checkable

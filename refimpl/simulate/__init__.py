@@ -13,6 +13,7 @@ from refimpl.simulate.hardware import HARDWARE, Hardware
 from refimpl.simulate.models import MODELS
 from refimpl.simulate.roofline import Efficiency, Roofline, StepTimes, StepWork
 from refimpl.simulate.run import Simulation
+from refimpl.simulate.tally import RequestLatency
 from refimpl.simulate.workload import TraceRequest, arrive, mixed
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Deployment",
     "Efficiency",
     "Hardware",
+    "RequestLatency",
     "Roofline",
     "SimulatedExecutor",
     "Simulation",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future
 
 import msgspec
 
 from refimpl.executor.model_free import ModelFreeExecutor
-from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from refimpl.outputs import NO_TOKEN, Batch, ModelRunnerOutput, SchedulerOutput
 from refimpl.scheduler.drafting import Drafting
 from refimpl.simulate.deployment import Deployment
 from refimpl.simulate.roofline import StepWork
@@ -85,6 +86,8 @@ class SimulatedExecutor(ModelFreeExecutor):
         self._roofline = deployment.roofline
         self._clock = clock
         self._free_at = 0.0
+        self._layers_of = Counter(deployment.model.windows if deployment.model.windowed else ())
+        """By window: how many layers have it. Empty where there are no windows."""
         self._context = 0
         """Tokens of all contexts of the last step's rows."""
 
@@ -109,6 +112,8 @@ class SimulatedExecutor(ModelFreeExecutor):
     def _work(self, output: SchedulerOutput, outcome: ModelRunnerOutput) -> StepWork:
         """Counts of a step that was just run. A row of no new tokens shares the logits, and so the reads, of another."""
         batch = output.batch
+        if self._layers_of:
+            return self._work_within_windows(batch, outcome)
         if self.further:
             rows = len(batch.slots)
             total = self._context = self._context + rows
@@ -122,3 +127,20 @@ class SimulatedExecutor(ModelFreeExecutor):
         chunks = [(n, context) for n, context in zip(batch.num_new_tokens, contexts, strict=True) if n]
         pairs = sum(n * context - n * (n - 1) // 2 for n, context in chunks)
         return StepWork(tokens, rows, sum(context for _, context in chunks), pairs)
+
+    def _work_within_windows(self, batch: Batch, outcome: ModelRunnerOutput) -> StepWork:
+        counts = zip(batch.slots, batch.num_new_tokens, strict=True)
+        seen = [self._seen(n, self.computed[slot] + self.further) for slot, n in counts if n]
+        rows = len(batch.slots) - outcome.token_ids.count(NO_TOKEN)
+        return StepWork(batch.num_tokens, rows, sum(keys for keys, _ in seen), sum(pairs for _, pairs in seen))
+
+    def _seen(self, n: int, context: int) -> tuple[float, float]:
+        """Keys that the last ``n`` tokens of a context read, and (query, key) pairs: means over the layers."""
+        keys = pairs = 0
+        for window, layers in self._layers_of.items():
+            reach = context if window is None else window
+            before = min(n, max(0, reach - (context - n)))  # queries whose window reaches to the text's beginning
+            keys += layers * min(context, reach + n - 1)
+            pairs += layers * (before * (context - n) + before * (before + 1) // 2 + (n - before) * reach)
+        total = self._layers_of.total()
+        return keys / total, pairs / total

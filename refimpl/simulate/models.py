@@ -41,8 +41,49 @@ LLAMA_3_2_1B = replace(
     ),
     tie_word_embeddings=True,
 )
-MODELS = {"llama-3.2-1b": LLAMA_3_2_1B, "llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B}
-"""By name: the shapes of Hugging Face's ``meta-llama/Llama-3.2-1B``, ``Meta-Llama-3-8B`` and ``-70B``."""
+MISTRAL_7B = replace(
+    LLAMA_3_8B,
+    architecture="MistralForCausalLM",
+    vocab_size=32_000,
+    max_position_embeddings=32_768,
+    rope=RopeConfig(),
+    windows=(4_096,) * 32,
+)
+QWEN2_5_7B = replace(
+    LLAMA_3_8B,
+    architecture="Qwen2ForCausalLM",
+    vocab_size=152_064,
+    hidden_size=3_584,
+    intermediate_size=18_944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1_000_000.0),
+    qkv_bias=True,
+)
+QWEN3_8B = replace(
+    LLAMA_3_8B,
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    max_position_embeddings=40_960,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1_000_000.0),
+    qk_norm=True,
+)
+MODELS = {
+    "llama-3.2-1b": LLAMA_3_2_1B,
+    "llama-3-8b": LLAMA_3_8B,
+    "llama-3-70b": LLAMA_3_70B,
+    "mistral-7b": MISTRAL_7B,
+    "qwen2.5-7b": QWEN2_5_7B,
+    "qwen3-8b": QWEN3_8B,
+}
+"""By name: the shapes of Hugging Face's ``meta-llama/Llama-3.2-1B``, ``Meta-Llama-3-8B`` and ``-70B``,
+``mistralai/Mistral-7B-v0.1``, ``Qwen/Qwen2.5-7B`` and ``Qwen/Qwen3-8B``."""
 
 
 def find_model(name: str) -> ModelConfig:

@@ -75,10 +75,11 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
     """Computed in this step, ``T``."""
     rows: int
     """Sequences that draw a token."""
-    context: int
-    """Tokens whose keys and values are read: each row's context, its new tokens included."""
-    pairs: int
-    """(query, key) pairs of causal attention."""
+    context: float
+    """Tokens whose keys and values are read: each row's context, its new tokens included. Where layers have windows, a mean
+    over all layers."""
+    pairs: float
+    """(query, key) pairs of causal attention. Likewise."""
     swapped: int = 0
     """Token slots of blocks that go to the host or come from it."""
 

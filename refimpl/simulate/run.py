@@ -23,7 +23,7 @@ from refimpl.scheduler.limits import check_length
 from refimpl.scheduler.policies import choose_policy
 from refimpl.simulate.deployment import Deployment
 from refimpl.simulate.executor import SimulatedExecutor, VirtualClock
-from refimpl.simulate.tally import Tally
+from refimpl.simulate.tally import RequestLatency, Tally
 from refimpl.simulate.workload import TraceRequest
 from refimpl.step_loop import StepLoop
 
@@ -85,6 +85,11 @@ class Simulation:
     def events(self) -> EventLog:
         """The event log, on the virtual clock."""
         return self.tally.events
+
+    @property
+    def latencies(self) -> list[RequestLatency]:
+        """What each request that has ended waited for, in the order in which they ended."""
+        return self.tally.latencies
 
     @property
     def pending(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from operator import sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,16 @@ from refimpl.outputs import SchedulerOutput
 from refimpl.recorder import PlanTime, Recorder
 from refimpl.request import Request
 from refimpl.scheduler import StepUpdate
+
+
+class RequestLatency(NamedTuple):
+    """What a request waited for, in seconds."""
+
+    time_to_first_token: float
+    time_per_output_token: float | None
+    """After the first; None where there was no second."""
+    whole: float
+    """From arrival to the last token."""
 
 
 class Tally(Recorder):
@@ -31,9 +41,8 @@ class Tally(Recorder):
         self._num_blocks: int = self.events.header.config["num_blocks"]
         self._padding: set[int] = set()
         self._sequence_seconds = self._block_seconds = 0.0
-        self._first_tokens: list[float] = []
-        self._whole: list[float] = []
-        self._per_token: list[float] = []
+        self.latencies: list[RequestLatency] = []
+        """Of each request that has ended, in the order in which they ended."""
         self._gaps = array("d")
 
     def record(self, output: SchedulerOutput, update: StepUpdate, planned: PlanTime) -> None:
@@ -75,15 +84,18 @@ class Tally(Recorder):
         self.prompt_tokens += sequence.num_prompt_tokens
         self.output_tokens += len(times)
         if metrics.first_token_time is not None and metrics.finished_time is not None:
-            self._first_tokens.append(metrics.first_token_time - metrics.arrival_time)
-            self._whole.append(metrics.finished_time - metrics.arrival_time)
             self._gaps.extend(map(sub, times[1:], times))
-            if len(times) > 1:
-                self._per_token.append((times[-1] - times[0]) / (len(times) - 1))
+            latency = RequestLatency(
+                metrics.first_token_time - metrics.arrival_time,
+                (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+                metrics.finished_time - metrics.arrival_time,
+            )
+            self.latencies.append(latency)
 
     def figures(self) -> dict[str, Any]:
         """Throughput in tokens a second, latencies in seconds, concurrency in sequences, use of the KV cache in shares."""
         seconds = self.last_end
+        first, per_token, whole = zip(*self.latencies, strict=True) if self.latencies else ((), (), ())
         return {
             "seconds": seconds,
             "steps": self.steps,
@@ -95,10 +107,10 @@ class Tally(Recorder):
             "concurrency_mean": self._sequence_seconds / seconds if seconds else 0.0,
             "concurrency_peak": self.peak_sequences,
             "waiting_peak": self.peak_waiting,
-            **_percentiles("ttft", self._first_tokens),
+            **_percentiles("ttft", first),
             **_percentiles("itl", self._gaps),
-            **_percentiles("tpot", self._per_token),
-            **_percentiles("latency", self._whole),
+            **_percentiles("tpot", [each for each in per_token if each is not None]),
+            **_percentiles("latency", whole),
             "kv_use_mean": self._block_seconds / seconds / self._num_blocks if seconds else 0.0,
             "kv_use_peak": self.peak_blocks / self._num_blocks,
             "preemptions": dict(sorted(self.preempted.items())),

@@ -40,14 +40,26 @@ def mixed_precision(model: LlamaForCausalLM) -> torch.autocast:
 
 
 def causal_attention(
-    query: Float[Tensor, "T Hq D"], key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"], texts: int
+    query: Float[Tensor, "T Hq D"],
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    texts: int,
+    window: int | None = None,
 ) -> Float[Tensor, "T Hq D"]:
-    """Attention of each token to those of its text up to itself; ``texts`` of equal length lie one after the other."""
+    """Attention of each token to those of its text up to itself, or to the last ``window`` of them.
+
+    ``texts`` of equal length lie one after the other.
+    """
     groups = query.shape[1] // key.shape[1]
     # [N, heads, L, D]; keys and values are repeated, which lets every device use its fused operation.
     folded = [x.unflatten(0, (texts, -1)).transpose(1, 2) for x in (query, key, value)]
     key, value = (x.repeat_interleave(groups, dim=1) for x in folded[1:])
-    attended: Tensor = F.scaled_dot_product_attention(folded[0], key, value, is_causal=True)
+    seen = None
+    if window is not None and window < key.shape[2]:
+        places = torch.arange(key.shape[2], device=key.device)
+        ahead = places - places[:, None]
+        seen = (ahead <= 0) & (ahead > -window)
+    attended: Tensor = F.scaled_dot_product_attention(folded[0], key, value, attn_mask=seen, is_causal=seen is None)
     return attended.transpose(1, 2).flatten(0, 1)
 
 
@@ -67,10 +79,12 @@ class DenseStep:
         if id(layer_kv) in self._kept:
             self.keys_values[self._kept[id(layer_kv)]] = self._last
 
-    def attend(self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
-        """Attention of each token to those of its text up to itself."""
+    def attend(
+        self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"], window: int | None = None
+    ) -> Float[Tensor, "T Hq D"]:
+        """Attention of each token to those of its text up to itself, or to the last ``window`` of them."""
         assert self._last is not None
-        return causal_attention(query, *self._last, self._texts)
+        return causal_attention(query, *self._last, self._texts, window)
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,7 @@ class DenseContext:
 
     def __init__(self, model: LlamaForCausalLM, batch: Batch) -> None:
         self._cos, self._sin = model.rotary.cos, model.rotary.sin
+        self._window_of = model.config.window
         self._keys_values = batch.keys_values
         self._texts = len(batch.token_ids)
 
@@ -114,7 +129,7 @@ class DenseContext:
         cos, sin = at_least_float32(self._cos[positions]), at_least_float32(self._sin[positions])
         rotation = Rotation(cos[:, None, None], torch.stack((-sin, sin), dim=1).unsqueeze(1))
         key, value = self._keys_values[layer]
-        return causal_attention(rotate(query, rotation).to(key.dtype), key, value, self._texts)
+        return causal_attention(rotate(query, rotation).to(key.dtype), key, value, self._texts, self._window_of(layer))
 
 
 @torch.no_grad()

@@ -16,14 +16,15 @@ left with gaps: after a prefix hit, a preemption or a rejected draft the head ne
 **How the engine calls it**, for S sequences whose last computed token is at position t (so the cache holds t + 1 tokens)::
 
     head = load_head(folder, model)                       # once; model is the target, weights loaded
-    context = PagedContext(model.rotary, kv_cache.layers, attention_step)   # context_lens = t + 1, one query a sequence
+    context = PagedContext(model, kv_cache.layers, attention_step)  # context_lens = t + 1, one query a sequence
     state, token_ids = hidden_of_t, tokens_just_drawn     # [S, H] after the target's last norm, [S]
     for i in range(1, K + 1):
         state = head(state, token_ids, positions_of_t + i, context)         # [S, H]
         logits = head.full_logits(state)                  # [S, V] float32, -inf for tokens that the head never drafts
         token_ids = draw(logits)
 
-All K steps use the same ``context``: drafted tokens are not in the cache, and slots beyond t + 1 are never read.
+All K steps use the same ``context``: drafted tokens are not in the cache, and slots beyond t + 1 are never read. Where the
+target's layer has a window, so has the head's attention to its keys: all K steps see what position t sees.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from refimpl.attention.backend import AttentionStep
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.layers.activation import SwiGLU
 from refimpl.layers.linear import Linear
-from refimpl.layers.rotary import RotaryEmbedding, rotate
+from refimpl.layers.rotary import rotate
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.plain import PLAIN
 
@@ -85,14 +86,15 @@ class DraftContext(Protocol):
 class PagedContext:
     """The running engine's: the paged cache, and a step of the attention backend with one query a sequence."""
 
-    def __init__(self, rotary: RotaryEmbedding, kv_cache: Sequence[LayerKV], attention: AttentionStep) -> None:
-        self._rotary = rotary
+    def __init__(self, target: LlamaForCausalLM, kv_cache: Sequence[LayerKV], attention: AttentionStep) -> None:
+        self._target = target
         self._kv_cache = kv_cache
         self._attention = attention
 
     def attend(self, layer: int, query: Float[Tensor, "S Hq D"], positions: Int[Tensor, "S"]) -> Float[Tensor, "S Hq D"]:
         """Over the tokens of each sequence that the target has computed."""
-        return self._attention.attend(self._kv_cache[layer], rotate(query, self._rotary(positions)))
+        turned, window = rotate(query, self._target.rotary(positions)), self._target.config.window(layer)
+        return self._attention.attend(self._kv_cache[layer], turned, *(() if window is None else (window,)))
 
 
 class HeadBlock(nn.Module):

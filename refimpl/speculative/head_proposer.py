@@ -10,7 +10,7 @@ from torch import Tensor
 from refimpl.attention.backend import AttentionBackend, AttentionMetadata
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.kernels.transfer import to_device
-from refimpl.layers.rotary import RotaryEmbedding
+from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import SchedulerOutput
 from refimpl.speculative.head_model import DraftHead, PagedContext
 from refimpl.speculative.proposer import DraftRows, Drafts, Proposer
@@ -24,12 +24,12 @@ class HeadProposer(Proposer):
     def __init__(
         self,
         head: DraftHead,
-        rotary: RotaryEmbedding,
+        target: LlamaForCausalLM,
         layers: list[LayerKV],
         backend: AttentionBackend,
         max_num_seqs: int,
     ) -> None:
-        self._head, self._rotary, self._layers, self._backend = head, rotary, layers, backend
+        self._head, self._target, self._layers, self._backend = head, target, layers, backend
         weight = head.embed_tokens
         self._known = np.zeros(max_num_seqs, dtype=bool)
         """Slots whose state is that of the sequence in it."""
@@ -38,7 +38,7 @@ class HeadProposer(Proposer):
     def propose(self, rows: DraftRows) -> Drafts:
         """``K`` steps of the head, each from the state that the one before it left."""
         last = rows.positions - 1  # the token drawn last: not computed yet
-        context = PagedContext(self._rotary, self._layers, self._backend.begin_step(_reads(rows)))
+        context = PagedContext(self._target, self._layers, self._backend.begin_step(_reads(rows)))
         state, token_ids = self._states[rows.slots], rows.token_ids[rows.slots, last]
         drafted, laws = [], []
         for place in range(rows.most):

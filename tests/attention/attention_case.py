@@ -62,21 +62,21 @@ class Case:
             slot_mapping=self.slot_mapping,
         )
 
-    def run(self, backend=None):
+    def run(self, backend=None, window=None):
         """What the backend makes of it: write, then attend."""
         step = (backend or TorchPagedAttention(self.scale)).begin_step(self.metadata)
         step.write(self.cache, self.key, self.value)
-        return step.attend(self.cache, self.query)
+        return step.attend(self.cache, self.query, *(() if window is None else (window,)))
 
-    def expected(self):
+    def expected(self, window=None):
         """The definition in float64, on the cache as it is after ``run``."""
         tensors = (self.query.double(), self.cache.k.double(), self.cache.v.double())
         return reference.paged_attention(
-            *tensors, self.table, self.metadata.cu_seqlens_q, self.metadata.seqused_k, self.scale
+            *tensors, self.table, self.metadata.cu_seqlens_q, self.metadata.seqused_k, self.scale, window
         )
 
-    def check(self, backend=None):
-        got = self.run(backend)
+    def check(self, backend=None, window=None):
+        got = self.run(backend, window)
         rtol, atol = TOLERANCES[self.query.dtype]
         assert got.dtype == self.query.dtype
-        assert_close(got, self.expected(), rtol, atol, what=f"attention of {self.lens} (token, head, dimension)")
+        assert_close(got, self.expected(window), rtol, atol, what=f"attention of {self.lens} (token, head, dimension)")

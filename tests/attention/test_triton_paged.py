@@ -1,5 +1,6 @@
 """The triton backend, by the interpreter where there is no GPU: mixed steps, a T4's, and the engine on it."""
 
+import dataclasses
 import math
 
 import pytest
@@ -75,11 +76,12 @@ def test_output_and_query_may_have_odd_strides():
     assert_same(again.run(backend()), plain)
 
 
-def test_turning_and_writing_by_one_launch_is_the_same_as_by_two():
+@pytest.mark.parametrize("choices", [{}, {"qkv_bias": True, "qk_norm": True, "windows": (9, None)}], ids=["plain", "more"])
+def test_turning_and_writing_by_one_launch_is_the_same_as_by_two(choices):
     """A backend of the user's has no such launch: it gets keys that are turned, and writes them itself."""
-    config = tiny(num_attention_heads=2, num_key_value_heads=1, head_dim=16).config
-    layer = Attention(config, torch.float32, DEVICE, PLAIN)
-    for weight in (layer.qkv_proj.weight, layer.o_proj.weight):
+    config = dataclasses.replace(tiny(num_attention_heads=2, num_key_value_heads=1, head_dim=16).config, **choices)
+    layer = Attention(config, torch.float32, DEVICE, PLAIN, config.window(0))
+    for weight in layer.parameters():
         weight.data.normal_(0, 0.1)
     embedding = RotaryEmbedding(config.rope, 16, 64, torch.float32, DEVICE)
     outcomes = []

@@ -33,13 +33,14 @@ def inputs_of(dtype=torch.float32, seed=0, **shape):
 
 def decode(inputs, target=SMALL, max_seqlen_q=None, out=None, plan=None):
     rest = dict(inputs)
+    window = rest.pop("window")
     bound = max_seqlen_q or rest.pop("max_seqlen_q")
     rest.pop("max_seqlen_q", None)
     query, cache = rest["query"], rest["k_cache"]
     lengths = (rest["cu_seqlens_q"], rest["seqused_k"])
     heads = (query.shape[1], cache.shape[2], query.shape[2])
     most = rest["block_table"].shape[1] * cache.shape[1]
-    plan = plan or plan_decode(*heads, query.dtype, *lengths, bound, most, target)
+    plan = plan or plan_decode(*heads, query.dtype, *lengths, bound, most, target, window)
     out = torch.full(query.shape, math.nan, dtype=query.dtype, device=DEVICE) if out is None else out
     return paged_attention(**rest, plan=plan, out=out, target=target)
 
@@ -176,6 +177,45 @@ def test_chunks_at_the_end_of_a_context(dtype):
     got = prefill(inputs, [33], [50])
     close(got, expected, dtype)
     assert prefill(inputs, [33], [50], serve_above=33).isnan().all()
+
+
+# ---------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize(
+    ("target", "window"), [(SMALL, 1), (SMALL, 40), (LARGE, 95), (T4, 8)], ids=["one", "whole", "split", "T4"]
+)
+def test_decodes_within_a_window(window, target):
+    """Three queries at the end of contexts around the window and of 140 keys, in splits that begin where windows do."""
+    inputs, expected = inputs_of(torch.float16, S=6, n=3, L=140, Hq=2, Hkv=1, ragged=1, window=window)
+    close(decode(inputs, target), expected, torch.float16)
+
+
+@pytest.mark.parametrize(("window", "one_wave"), [(1, 5), (8, 1), (9, 40), (100, 5)])
+def test_splits_cover_what_windows_reach_over(window, one_wave):
+    contexts, queries, tile = [1000, 3, 64, 0, 101], [2, 1, 1, 1, 2], 8
+    starts = ints(0, *torch.tensor(queries).cumsum(0).tolist())
+    plan = plan_splits(starts, ints(*contexts), 2, 1100, tile, one_wave, window)
+    rows, used = plan.items.tolist(), 0
+    assert len(rows) == count_items(len(contexts), min(1100, window + 1 + tile - 1), tile, one_wave)
+    for s, (context, n) in enumerate(zip(contexts, queries, strict=True)):
+        first, count = plan.splits[s].tolist()
+        own, used = rows[first : first + count], used + count
+        edges = [row[1] for row in own] + [context]
+        assert edges[0] == max(context - n - window + 1, 0) // tile * tile
+        assert [row[2] for row in own] == edges[1:]
+        assert all(start < end for _, start, end, _ in own)
+    assert all(row == [0, 0, 0, 0] for row in rows[used:])
+
+
+@pytest.mark.parametrize("window", [15, 33])
+def test_chunks_within_a_window_read_nothing_before_it(window):
+    """70 queries, three tiles of 32, at the end of 90 keys; keys that no window reaches are NaN."""
+    inputs, expected = inputs_of(S=1, n=70, L=90, Hq=1, Hkv=1, window=window)
+    unread = max(0, 20 - window + 1) // 16 * 16  # the first tile of keys that is read
+    for cache in (inputs["k_cache"], inputs["v_cache"]):
+        cache[inputs["block_table"][0, : unread // 8].long()] = math.nan
+    close(prefill(inputs, [70], [90]), expected)
 
 
 # ---------------------------------------------------------------------- what cannot be read

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 from refimpl.config import RopeConfig
 from refimpl.kernels import reference
 from refimpl.layers.activation import SwiGLU
-from refimpl.layers.norm import RMSNorm
+from refimpl.layers.norm import HeadNorms, RMSNorm
 from refimpl.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
 from refimpl.quantization.plain import PLAIN
 
@@ -57,6 +57,32 @@ def test_rms_norm_is_llamas(dtype):
     theirs = modeling_llama.LlamaRMSNorm(64, eps=1e-6).to(dtype)
     theirs.weight.data.copy_(weight)
     assert_same(reference.rms_norm(x, weight, 1e-6), theirs(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_heads_is_the_norm_of_each_head_by_the_weight_of_its_kind(dtype):
+    heads, weights = random(3, 5, 8, dtype=dtype, scale=3), [random(8, dtype=dtype, seed=seed) for seed in (1, 2)]
+    got = unchanged(reference.norm_heads, heads, *weights, 1e-6, 3)
+    for t in range(3):
+        for head in range(5):
+            row = heads[t, head].double().tolist()
+            root = math.sqrt(sum(value * value for value in row) / 8 + 1e-6)
+            expected = [value / root * w for value, w in zip(row, weights[head >= 3].double().tolist(), strict=True)]
+            expected = torch.tensor(expected, dtype=torch.float64)
+            assert_close(got[t, head], expected, rtol=2.1 * ROUNDING[dtype], atol=1e-7 if dtype == torch.float16 else 1e-30)
+    layer = in_place(heads.clone(), *weights, 1e-6, 3)
+    assert_close(layer, got, rtol=2.1 * ROUNDING[dtype], atol=1e-7 if dtype == torch.float16 else 1e-30)
+
+
+def in_place(heads, q_weight, k_weight, eps, num_heads):
+    """The layer on a CPU, over a part of what a projection gave; whose other heads stay."""
+    wide = torch.cat((heads, torch.ones_like(heads[:, :1])), dim=1)
+    norms = HeadNorms(num_heads, heads.shape[2], eps, heads.dtype, heads.device)
+    norms.query.weight.data.copy_(q_weight)
+    norms.key.weight.data.copy_(k_weight)
+    norms(wide[:, :-1])
+    assert (wide[:, -1] == 1).all()
+    return wide[:, :-1]
 
 
 def test_rms_norm_of_zeros_and_of_large_16_bit_numbers():

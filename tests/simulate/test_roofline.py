@@ -42,6 +42,14 @@ def test_a_decode_step_by_hand():
     assert roofline.times(work).seconds == roofline.times(work).memory
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("mistral-7b", 7_241_732_096), ("qwen2.5-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360)],
+)
+def test_shapes_of_other_families_have_as_many_weights_as_are_published(name, published):
+    assert MODELS[name].num_parameters == published
+
+
 def test_a_prefill_step_by_hand_is_bound_by_arithmetic_and_overheads_come_on_top():
     """One prompt of 2,048 tokens; only its last token draws."""
     efficiency = dataclasses.replace(IDEAL, flops=0.5, layer_seconds=1e-5, row_seconds=1e-4)

@@ -1,5 +1,6 @@
 """Whole simulations: the real scheduler under a virtual clock, audited, the same in every process, drawn by every widget."""
 
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -13,7 +14,9 @@ from refimpl.cache import audit
 from refimpl.config import EngineArgs
 from refimpl.errors import ConfigError, RefimplError
 from refimpl.events import EventLog
-from refimpl.simulate import Deployment, Simulation, StepWork, TraceRequest, arrive, mixed
+from refimpl.simulate import HARDWARE, MODELS, Deployment, Simulation, StepWork, TraceRequest, arrive, mixed
+from refimpl.simulate.models import FORMATS
+from refimpl.simulate.roofline import Roofline
 from refimpl.visualizers import StaticAndContinuous, export_html, export_perfetto, render, replay
 from refimpl.visualizers.history import History
 
@@ -54,6 +57,23 @@ def test_a_chunked_prompt_counts_the_context_of_each_chunk():
     run = simulation([TraceRequest(0.0, 100, 1)], max_num_batched_tokens=64, max_num_seqs=4, async_scheduling=False)
     chunks = [StepWork(64, 0, 64, 64 * 65 // 2), StepWork(36, 1, 100, 36 * 100 - 36 * 35 // 2)]
     assert run.run()["seconds"] == pytest.approx(sum(H200.roofline.times(chunk).seconds for chunk in chunks), rel=1e-12)
+
+
+def test_layers_with_a_window_read_no_more_than_it():
+    """Of four layers three see 40 tokens: 100 of a prompt, of which the last draws, and then one more."""
+    model = dataclasses.replace(MODELS["llama-3-8b"], num_hidden_layers=4, windows=(None, 40, 40, 40))
+    roofline = Roofline(model, HARDWARE["h200"], 1, FORMATS["bfloat16"])
+    deployment = dataclasses.replace(H200, model=model, roofline=roofline)
+    limits = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "async_scheduling": False}
+    run = simulation([TraceRequest(0.0, 100, 3)], deployment, **limits)
+    within = sum(min(position + 1, 40) for position in range(64)), sum(min(position + 1, 40) for position in range(64, 100))
+    steps = [
+        StepWork(64, 0, 64, (64 * 65 // 2 + 3 * within[0]) / 4),
+        StepWork(36, 1, (100 + 3 * 75) / 4, (36 * 100 - 36 * 35 // 2 + 3 * within[1]) / 4),
+        StepWork(1, 1, (101 + 3 * 40) / 4, (101 + 3 * 40) / 4),
+        StepWork(1, 1, (102 + 3 * 40) / 4, (102 + 3 * 40) / 4),
+    ]
+    assert run.run()["seconds"] == pytest.approx(sum(roofline.times(step).seconds for step in steps), rel=1e-12)
 
 
 def test_time_stands_still_for_nobody_and_never_goes_back():
@@ -207,7 +227,7 @@ def test_the_same_seed_writes_the_same_log_in_every_process(tmp_path):
     for hash_seed in ("0", "4711"):
         (folder := tmp_path / hash_seed).mkdir()
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], check=True, env=environment, timeout=120)
+        subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], check=True, env=environment, timeout=280)
     for name in ("log.jsonl", "log.jsonl.gz"):
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "4711" / name).read_bytes()
     log = EventLog.load(tmp_path / "0" / "log.jsonl.gz")

@@ -1,5 +1,7 @@
 """Training sees what the running engine sees: hidden states and a head's drafts, dense and through the paged cache."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -48,13 +50,19 @@ def prefilled(model, token_ids):
 
     def context(seen):
         metadata = AttentionMetadata.of([1], [seen], BLOCK, blocks, torch.zeros(1, dtype=torch.long))
-        return PagedContext(model.rotary, cache.layers, backend.begin_step(metadata))
+        return PagedContext(model, cache.layers, backend.begin_step(metadata))
 
     return hidden, context
 
 
-def test_dense_hidden_states_are_those_of_the_paged_cache():
-    checkpoint = tiny()
+def tiny_with_windows():
+    """The second layer's tokens attend to five."""
+    plain = tiny()
+    return dataclasses.replace(plain, config=dataclasses.replace(plain.config, windows=(None, 5)))
+
+
+@pytest.mark.parametrize("checkpoint", [tiny(), tiny_with_windows()], ids=["plain", "windows"])
+def test_dense_hidden_states_are_those_of_the_paged_cache(checkpoint):
     model = frozen_target(checkpoint, DTYPE, CPU)
     texts = chats(17, 9, 13)
     batch = run_target(model, texts, [2, 0, 1], np.zeros(39, dtype=bool), [])
@@ -63,9 +71,12 @@ def test_dense_hidden_states_are_those_of_the_paged_cache():
         torch.testing.assert_close(batch.hidden[row, : len(texts[text])], hidden, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("attends", [(1,), (0, None), (None,), (0, 1)])
-def test_a_head_drafts_alike_in_training_and_over_the_paged_cache(attends, tmp_path):
-    checkpoint = tiny()
+@pytest.mark.parametrize(
+    ("checkpoint", "attends"),
+    [*((tiny(), attends) for attends in [(1,), (0, None), (None,), (0, 1)]), (tiny_with_windows(), (0, 1))],
+    ids=str,
+)
+def test_a_head_drafts_alike_in_training_and_over_the_paged_cache(checkpoint, attends, tmp_path):
     frozen, loaded = frozen_target(checkpoint, DTYPE, CPU), load_model(checkpoint, "auto", DTYPE, CPU, 0)
     vocabulary = torch.arange(40) * 7
     drafter = HeadDrafter(frozen, config_of(checkpoint, attends), vocabulary, 3, seed=1)

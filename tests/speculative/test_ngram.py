@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refimpl.errors import ConfigError
@@ -26,6 +26,7 @@ lengths = st.integers(1, 4).flatmap(lambda low: st.tuples(st.just(low), st.integ
 
 
 @pytest.mark.parametrize("recent", [1, 5, ngram.RECENT])
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 8), lengths, st.sampled_from([list, np.int32, np.int64]))
 def test_it_is_what_loops_find(recent, tokens, k, n, kind):
     given_as = tokens if kind is list else np.array(tokens, dtype=kind)

@@ -20,7 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 MISSING = [] if CHROMIUM else ["no chromium, chromium-browser or google-chrome on PATH"]
 MISSING += [f"{name} is not installed" for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
 
-PATIENCE = 120_000
+PATIENCE = 240_000
 """Milliseconds: for a busy machine. Nothing here waits that long when all is well."""
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync"
@@ -43,12 +43,19 @@ def write_notebook(path, *sources):
     path.write_text(json.dumps(v4.new_notebook(metadata={"kernelspec": kernel}, cells=cells)), encoding="utf-8")
 
 
+def free_port():
+    """A port below those that the system gives to whoever asks for any: nobody takes it before the server does."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 @contextlib.contextmanager
 def lab(folder, home):
     """``refimpl lab FOLDER --no-browser --port N`` while the block runs; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     kinds = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR", "LAB_SETTINGS_DIR", "LAB_WORKSPACES_DIR")
     places = {f"JUPYTER{'' if kind.startswith('LAB') else '_'}{kind}": home / kind.lower() for kind in kinds}
     for place in places.values():
@@ -99,7 +106,7 @@ def photograph(element, name):
 
 
 def _wait_for(address, process, log):
-    for _ in range(600):
+    for _ in range(2400):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api/status", timeout=5):
             return address
         if process.poll() is not None:
