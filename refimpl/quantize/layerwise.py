@@ -15,6 +15,7 @@ from torch import Tensor
 
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.layers.linear import Linear
+from refimpl.models.llama import LlamaLayer
 from refimpl.models.registry import build_model
 from refimpl.quantization.plain import Plain
 from refimpl.quantize.search import Statistics
@@ -56,7 +57,7 @@ class LayerByLayer:
 
     def __init__(self, source: Source, windows: Int[Tensor, "N L"], device: torch.device) -> None:
         self._source = source
-        one_layer = dataclasses.replace(source.config, num_hidden_layers=1)
+        one_layer = dataclasses.replace(source.config, num_hidden_layers=1, windows=source.config.windows[:1])
         self._model = build_model(one_layer, torch.float32, device, Observed())
         self._windows = windows.shape
         self._hidden = F.embedding(windows, source.weights["model.embed_tokens.weight"]).to(device, torch.float32)
@@ -69,9 +70,11 @@ class LayerByLayer:
 
     def advance(self) -> list[Statistics]:
         """Run the next layer, and give the statistics of its groups' inputs, in the order in which it computes."""
+        layer = self._model.layers[0]
+        assert isinstance(layer, LlamaLayer)
+        layer.attention.window = self._source.config.window(self._next)
         self._fill(self._next)
         self._next += 1
-        layer = self._model.layers[0]
         matrices = [module for module in layer.modules() if isinstance(module, ObservedLinear)]
         found = [Statistics.empty(matrix.weight.shape[1], self.device) for matrix in matrices]
         for matrix, statistics in zip(matrices, found, strict=True):
@@ -88,7 +91,7 @@ class LayerByLayer:
             if view.startswith(name):
                 destination.copy_(self._source.weights[f"model.layers.{number}.{view.removeprefix(name)}"])
 
-    def _run(self, layer: torch.nn.Module, hidden: Float[Tensor, "N L H"]) -> None:
+    def _run(self, layer: LlamaLayer, hidden: Float[Tensor, "N L H"]) -> None:
         """Put the layer's output in the place of its input."""
         count, length, _ = hidden.shape
         positions = torch.arange(length, device=self.device).repeat(count)

@@ -74,7 +74,7 @@ class Source:
 
     def _expected(self) -> set[str]:
         """The names of all tensors: those of a model of one layer, for every layer."""
-        one_layer = dataclasses.replace(self.config, num_hidden_layers=1)
+        one_layer = dataclasses.replace(self.config, num_hidden_layers=1, windows=self.config.windows[:1])
         names = build_model(one_layer, torch.float32, torch.device("meta")).checkpoint_views()
         layers = range(self.config.num_hidden_layers)
         return {name.replace("model.layers.0.", f"model.layers.{i}.", 1) for name in names for i in layers}

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from family_models import variant
 from quantize_support import CPU, PROMPTS, TEXT, Changed, distance, logits, with_outliers
 from tests_support import full_logits
 
 from refimpl.layers.linear import Linear
 from refimpl.loading.checkpoint import load_model
+from refimpl.loading.in_memory import TransformersCheckpoint
 from refimpl.models.tiny import tiny
 from refimpl.quantization.awq_layout import quantise_groups
 from refimpl.quantize.awq import representable
@@ -36,9 +38,18 @@ def seen(x):
     return statistics
 
 
-@pytest.mark.parametrize("sizes", [{}, {"num_key_value_heads": 4}, {"num_attention_heads": 6, "num_key_value_heads": 2}])
-def test_folded_scales_change_nothing(sizes):
-    checkpoint = tiny(**sizes)
+CHECKPOINTS = {
+    "llama": tiny,
+    "own values for each head": lambda: tiny(num_key_value_heads=4),
+    "three heads that share values": lambda: tiny(num_attention_heads=6, num_key_value_heads=2),
+    "with biases": lambda: TransformersCheckpoint(variant("llama-biases", torch.float64)),
+    "with norms of heads": lambda: TransformersCheckpoint(variant("qwen3", torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_folded_scales_change_nothing(name):
+    checkpoint = CHECKPOINTS[name]()
     config, weights = checkpoint.config, {name: tensor.clone() for name, tensor in checkpoint.weights()}
     for number in range(config.num_hidden_layers):
         start = f"model.layers.{number}."
@@ -164,8 +175,9 @@ def test_nothing_to_gain_leaves_the_weights_alone():
     assert torch.equal(clip(weight, torch.eye(64), 16), weight)
 
 
-def test_a_layer_at_a_time_sees_what_the_whole_model_sees():
-    checkpoint = with_outliers(num_attention_heads=6)
+@pytest.mark.parametrize("family", [None, "qwen3-biases-window"])
+def test_a_layer_at_a_time_sees_what_the_whole_model_sees(family):
+    checkpoint = with_outliers(num_attention_heads=6) if family is None else TransformersCheckpoint(variant(family))
     windows = calibration_windows(checkpoint, PROMPTS, 512, 96, 0)
     model = load_model(checkpoint, "auto", torch.float32, CPU, 0)
     expected = []
@@ -177,7 +189,7 @@ def test_a_layer_at_a_time_sees_what_the_whole_model_sees():
             full_logits(model, window)
         layers = LayerByLayer(Source(checkpoint), windows, CPU)
         found = [statistics for _ in model.layers for statistics in layers.advance()]
-    assert len(found) == len(expected) == 8
+    assert len(found) == len(expected) == 4 * checkpoint.config.num_hidden_layers
     for statistics, rows in zip(found, expected, strict=True):
         x = torch.cat(rows)
         assert statistics.tokens == len(x) == windows.numel()
