@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | chat | pull | lab | doctor | simulate | bench | quantize | speculate``.
+"""The command line: ``refimpl generate | chat | serve | pull | lab | doctor | simulate | bench | quantize | speculate``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -23,6 +23,7 @@ from refimpl.config import EngineArgs
 from refimpl.doctor.command import doctor
 from refimpl.errors import RefimplError
 from refimpl.quantize.commands import quantize
+from refimpl.server.command import serve
 from refimpl.speculate.commands import speculate
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(quantize, name="quantize")
 app.add_typer(speculate, name="speculate")
 app.command("chat")(chat_command)
+app.command("serve")(serve)
 app.command("doctor")(doctor)
 app.command("simulate")(with_engine_options(simulate, but=NOT_SIMULATED))
 

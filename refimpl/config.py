@@ -25,6 +25,7 @@ ONE_OF = {
     "kv_cache_manager": ("paged", "contiguous"),
     "scheduler": ("continuous", "static"),
     "preemption_mode": ("auto", "swap", "recompute"),
+    "all_reduce": ("auto", "one_shot", "two_shot"),
 }
 """Options that are one of a few names."""
 QUANTIZATIONS = ("awq", "fp8", "gptq")
@@ -85,6 +86,10 @@ class EngineArgs:
         " default: as the checkpoint has them.",
     )
     device: str = _option("auto", "auto, cpu or cuda (cuda:1, …).")
+    tensor_parallel_size: int = _option(1, "Ranks that hold the model together, a GPU or a CPU process each.")
+    all_reduce: str = _option(
+        "auto", "Between ranks on GPUs: auto (NCCL), or for few tokens kernels of one_shot or two_shot over NVLink."
+    )
     seed: int = _option(0, "Mixed with the arrival number of each request that has no seed of its own.")
     block_size: int = _option(16, "Token slots in one block of the KV cache.")
     max_model_len: int | None = _option(None, "Most tokens of prompt and output; default: the model's, or what fits.")
@@ -137,6 +142,7 @@ class EngineArgs:
             "max_num_seqs",
             "max_num_batched_tokens",
             "num_gpu_blocks_override",
+            "tensor_parallel_size",
         ):
             whole(name, 1)
         whole("kv_cache_memory_bytes", 1)

@@ -13,6 +13,8 @@ MATRICES = (
 )
 """What the matrices of a layer are called in a checkpoint: those in a row are one matrix here
 (:attr:`ModelConfig.layer_matrices` has their sizes in this order)."""
+CUT_BY_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
+"""Those of which several ranks have a share of the inputs each, and not of the outputs."""
 
 
 @dataclass(frozen=True)

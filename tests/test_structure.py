@@ -22,6 +22,7 @@ LAYERS = [
         "rope_config",
         "quantization_config",
         "model_config",
+        "model_shares",
         "speculative_config",
         "field_checks",
         "beam_params",
@@ -40,7 +41,7 @@ LAYERS = [
         "tile_records",
     },
     {"cache", "scheduler", "tokenizer", "kernels"},
-    {"attention", "quantization", "layers"},
+    {"attention", "quantization", "layers", "ranks"},
     {"models", "loading"},
     {"sampling", "speculative"},
     # Executors, and what drives any of them: the loop of steps, and who writes down what happened.
@@ -79,6 +80,7 @@ LAYERS = [
         "exercises",
         "claims",
         "lab",
+        "__main__",
     },
 ]
 """Imports go from a later layer to an earlier one, or within one."""

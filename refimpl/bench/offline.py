@@ -94,7 +94,8 @@ def run(
         scale: of the lengths, at most 1.
         max_minutes: for everything; repeats become fewer then, and what no time is left for says so.
 
-    With ``quantization`` the topic is one of its own, by shape and method, so that both results can be kept.
+    With ``quantization``, and on several ranks, the topic is one of its own, by shape, method and their number, so that all
+    results can be kept.
 
     Raises:
         ConfigError: a name or number is out of range.
@@ -113,8 +114,9 @@ def run(
     finally:
         engine.close()
     quantization, dtype = engine_options.get("quantization"), engine_options["dtype"]
+    size = engine_options.get("tensor_parallel_size", 1)
     return Result(
-        topic=topic_of(model_config, quantization),
+        topic=topic_of(model_config, quantization, size),
         setting=setting(
             model=model_config,
             model_hash=shape.fingerprint(),
@@ -123,17 +125,20 @@ def run(
             workload_hash=workload_hash(listed),
             tokens_produced=sum(row["output_tokens"] * (len(row["seconds"]) + 1) for row in rows.measured().values()),
             repeats=repeats,
+            tensor_parallel_size=size,
         ),
         results=rows.all(),
-        checks=checks_of(model_config, quantization, rows.measured()) if scale == 1 else [],
+        checks=checks_of(model_config, quantization, rows.measured()) if scale == 1 and size == 1 else [],
     )
 
 
-def topic_of(model_config: str, quantization: str | None) -> str:
+def topic_of(model_config: str, quantization: str | None, tensor_parallel_size: int = 1) -> str:
     """Under which name a result is kept."""
-    if quantization is None:
+    how = [quantization] if quantization else []
+    how += [f"tp{tensor_parallel_size}"] if tensor_parallel_size > 1 else []
+    if not how:
         return "offline"
-    return re.sub(r"[^a-z0-9]+", "_", f"offline_{Path(model_config).name}_{quantization}".lower())
+    return re.sub(r"[^a-z0-9]+", "_", "_".join(["offline", Path(model_config).name, *how]).lower())
 
 
 def _tell(figures: Figures) -> str:

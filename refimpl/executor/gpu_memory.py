@@ -14,6 +14,7 @@ from refimpl.executor.cuda_graphs import DecodeGraphs
 from refimpl.executor.device_memory import DeviceMemory, Grows, Quantised
 from refimpl.executor.mixed_graphs import MixedGraphs
 from refimpl.executor.trial import trial_runner, trial_step
+from refimpl.model_shares import share_if_it_fits, share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.choose import choose_method, methods_for
 from refimpl.quantization.method import LinearMethod, bytes_of_any_dtype, weight_bytes
@@ -36,7 +37,9 @@ def before_loading(
     free, total = torch.cuda.mem_get_info(device)
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
-    method = choose_method(args.quantization, device, config)
+    method = choose_method(args.quantization, device, config, ranks=args.tensor_parallel_size)
+    vocab_size, config = config.vocab_size, share_of(config, args.tensor_parallel_size)
+    draft = None if draft is None else share_if_it_fits(draft, args.tensor_parallel_size)
     drafts = 0 if draft is None else weight_bytes(draft, choose_method(None, device, draft), dtype.itemsize)
     drafted = 0 if draft is None else memory.block_bytes(draft, args.block_size, dtype.itemsize)
     return DeviceMemory(
@@ -47,7 +50,7 @@ def before_loading(
         weights_of_any_dtype=bytes_of_any_dtype(config, method),
         smaller=_smaller(method, config, dtype, device, drafts),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize) + drafted,
         block_size=args.block_size,
         bytes_per_value=dtype.itemsize,

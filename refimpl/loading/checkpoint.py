@@ -21,12 +21,14 @@ from refimpl.loading.hub import hub_checkpoint_folder
 from refimpl.loading.left_out import leave_out
 from refimpl.loading.progress import LoadingProgress
 from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder
+from refimpl.model_shares import share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.models.registry import build_model
 from refimpl.models.tiny import tiny
 from refimpl.quantization.choose import choose_method
 from refimpl.quantization.method import Destination, LinearMethod, fill, weight_bytes
 from refimpl.quantization.stored import has_its_shape, is_optional, stored_views, wanted_dtype
+from refimpl.ranks import ALONE, Ranks
 from refimpl.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -115,8 +117,9 @@ def load_model(
     seed: int,
     max_model_len: int | None = None,
     method: LinearMethod | None = None,
+    ranks: Ranks = ALONE,
 ) -> LlamaForCausalLM:
-    """The model with its weights, in ``dtype`` on ``device``, packed for a CPU.
+    """The model with its weights, or this rank's share of it, in ``dtype`` on ``device``, packed for a CPU.
 
     Where ``method`` quantises the layers' matrices, each is quantised as it comes: never are two copies of the model there.
     Without one they are held as the checkpoint has them.
@@ -129,8 +132,8 @@ def load_model(
 
     """
     config = checkpoint.config if max_model_len is None else checkpoint.config.for_context(max_model_len)
-    method = choose_method(None, device, config) if method is None else method
-    model = _allocate(checkpoint, config, dtype, device, method)
+    method = choose_method(None, device, config, ranks=ranks.size) if method is None else method
+    model = _allocate(checkpoint, config, dtype, device, method, ranks)
     leave_out(model, config, dtype, device)
     views = model.checkpoint_views()
     if load_format == "dummy":
@@ -142,15 +145,20 @@ def load_model(
 
 
 def _allocate(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, method: LinearMethod
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    method: LinearMethod,
+    ranks: Ranks,
 ) -> LlamaForCausalLM:
     try:
-        return build_model(config, dtype, device, method)
+        return build_model(config, dtype, device, method, ranks)
     except RuntimeError as error:
         # torch.OutOfMemoryError is a GPU's; on a CPU the allocator's error has no class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" not in str(error):
             raise
-        needed = weight_bytes(config, method, dtype.itemsize)
+        needed = weight_bytes(share_of(config, ranks.size), method, dtype.itemsize)
         raise OutOfMemoryError(
             f"{checkpoint.name} needs {needed / GIB:.1f} GiB for its weights, more than this machine can give; use a "
             "smaller model or a 16-bit dtype",

@@ -14,7 +14,7 @@ from refimpl.quantization.awq_layout import GROUP_SIZES, check_groups
 from refimpl.quantization.fp8 import Fp8
 from refimpl.quantization.method import LinearMethod, weight_bytes
 from refimpl.quantization.plain import PLAIN
-from refimpl.quantization_config import MATRICES
+from refimpl.quantization_config import CUT_BY_INPUTS, MATRICES
 
 
 def choose_method(
@@ -22,6 +22,7 @@ def choose_method(
     device: torch.device,
     model: ModelConfig | None = None,
     widens: Callable[[LinearMethod], bool] = lambda method: True,
+    ranks: int = 1,
 ) -> LinearMethod:
     """The method of ``EngineArgs.quantization``, or of the checkpoint where that is quantised already.
 
@@ -30,6 +31,7 @@ def choose_method(
         device: where the weights will be.
         model: what they are of; None where that is not known yet.
         widens: on a CPU, whether 4-bit weights are to be widened once, given the method that does.
+        ranks: among which the matrices are shared out, some by their inputs.
 
     Raises:
         CheckpointError: groups of 4-bit weights do not divide a matrix of the model.
@@ -55,7 +57,7 @@ def choose_method(
         return Fp8()
     group_size = -1 if stored is None else stored.group_size
     if model is not None:
-        _check_groups(model, group_size)
+        _check_groups(model, group_size, ranks)
     widened = Awq(group_size, chosen, widens=True)
     return widened if device.type == "cpu" and widens(widened) else Awq(group_size, chosen)
 
@@ -118,11 +120,11 @@ def _check_left_out(model: ModelConfig) -> None:
             )
 
 
-def _check_groups(model: ModelConfig, group_size: int) -> None:
+def _check_groups(model: ModelConfig, group_size: int, ranks: int) -> None:
     for parts, (_, inputs) in zip(MATRICES, model.layer_matrices, strict=True):
-        layer = f"model.layers.0.{parts[0]}"
-        check_groups(layer, inputs, group_size)
-        if group_size == -1 and not any(inputs % size == 0 for size in GROUP_SIZES):
+        layer, sharing = f"model.layers.0.{parts[0]}", ranks if parts[0] in CUT_BY_INPUTS else 1
+        check_groups(layer, inputs, group_size, sharing)
+        if group_size == -1 and inputs % (GROUP_SIZES[-1] * sharing):
             raise ConfigError(
                 f"{layer} has {inputs} inputs; 4-bit weights need a multiple of {GROUP_SIZES[-1]}: use quantization=fp8, or "
                 "weights in 16 bits"

@@ -1,5 +1,6 @@
 """Checkpoints that are quantised already: their models are those of the plain weights that they stand for."""
 
+import copy
 import json
 import logging
 import time
@@ -22,6 +23,7 @@ from refimpl.quantization.choose import choose_method
 from refimpl.quantization.fp8 import Fp8
 from refimpl.quantization.method import weight_bytes
 from refimpl.quantization_config import QuantizationConfig
+from refimpl.ranks import ALONE
 
 CPU = torch.device("cpu")
 TEXT = list(range(40, 80))
@@ -102,6 +104,29 @@ def test_the_engine_takes_the_method_of_the_checkpoint_and_says_so(tmp_path, cap
     assert len(said) == 1
     assert "products of 4-bit weights: torch, on widened weights (a CPU has none of 4 bits" in said[0]
     assert not any("without samples" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("quantization", [AWQ, QuantizationConfig("fp8", "fp8")], ids=["awq", "fp8"])
+def test_ranks_take_their_shares_of_every_tensor(tmp_path, quantization):
+    """Both ranks' matrices side by side are the whole model's."""
+    path, *_ = folder(tmp_path, quantization, intermediate_size=256)
+    checkpoint = FolderCheckpoint(path)
+    method = Awq(64) if quantization is AWQ else Fp8()
+
+    def loaded(rank, size):
+        ranks = copy.copy(ALONE)
+        ranks.rank, ranks.size = rank, size
+        return load_model(checkpoint, "auto", torch.float32, CPU, 0, method=method, ranks=ranks)
+
+    whole, first, second = loaded(0, 1), loaded(0, 2), loaded(1, 2)
+
+    def weight(model):
+        down = model.layers[1].mlp.down_proj
+        if isinstance(down, AwqLinear):
+            return down._widened(0, torch.float32)
+        return down.weight.float() * down.scales.unsqueeze(1)
+
+    assert torch.equal(torch.cat([weight(first), weight(second)], dim=1), weight(whole))
 
 
 # ---------------------------------------------------------------------- what config.json may say
