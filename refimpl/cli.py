@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | chat | serve | pull | lab | doctor | simulate | bench | speculate``.
+"""The command line: ``refimpl generate | chat | serve | pull | lab | doctor | simulate | bench | quantize | speculate``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -22,6 +22,7 @@ from refimpl.cli_simulate import NOT_SIMULATED, simulate
 from refimpl.config import EngineArgs
 from refimpl.doctor.command import doctor
 from refimpl.errors import RefimplError
+from refimpl.quantize.commands import quantize
 from refimpl.server.command import serve
 from refimpl.speculate.commands import speculate
 
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(quantize, name="quantize")
 app.add_typer(speculate, name="speculate")
 app.command("chat")(chat_command)
 app.command("serve")(serve)

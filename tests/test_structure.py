@@ -66,6 +66,7 @@ LAYERS = [
     {
         "server",
         "bench",
+        "quantize",
         "speculate",
         "cli",
         "cli_options",

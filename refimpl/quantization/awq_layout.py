@@ -110,17 +110,17 @@ def quantise_groups(
     if not bool((least.isfinite() & most.isfinite()).all()):
         raise CheckpointError("a weight is infinite or NaN, which 4 bits cannot hold; mend the checkpoint")
     if zero_point:
-        scales = _float16_above_0((most - least) / LARGEST)
+        scales = float16_above_0((most - least) / LARGEST)
         zeros = (-least / scales.to(wide.dtype)).round().clamp(0, LARGEST)
     else:
-        scales = _float16_above_0(torch.maximum(most / (LARGEST - SYMMETRIC_ZERO), -least / SYMMETRIC_ZERO))
+        scales = float16_above_0(torch.maximum(most / (LARGEST - SYMMETRIC_ZERO), -least / SYMMETRIC_ZERO))
         zeros = torch.full_like(least, SYMMETRIC_ZERO)
     rounded = (grouped / scales.to(wide.dtype).unsqueeze(1)).round() + zeros.unsqueeze(1)
     values = rounded.clamp(0, LARGEST).to(torch.uint8).reshape(in_features, out_features)
     return values, zeros.to(torch.uint8), scales
 
 
-def _float16_above_0(scales: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def float16_above_0(scales: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Scales in float16, the least and the largest of its numbers for what lies outside them: none is 0 or infinite."""
     return scales.clamp(2.0**-24, torch.finfo(torch.float16).max).to(torch.float16)
 

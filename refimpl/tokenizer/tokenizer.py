@@ -69,6 +69,16 @@ class Tokenizer:
                 + ("use another GGUF file" if gguf_file else "a checkpoint folder needs a tokenizer.json")
             ) from error
 
+    def save(self, folder: Path) -> None:
+        """Write the files that :meth:`from_pretrained` reads."""
+        if self._renderer is not None:
+            self._renderer.save_pretrained(str(folder))
+            return
+        self.backend.save(str(folder / "tokenizer.json"))
+        template = {} if self._chat_template is None else {"chat_template": self._chat_template}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._special_tokens | template
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
     @property
     def vocab_size(self) -> int:
         """Ids that the tokenizer knows, added tokens counted."""

@@ -1,0 +1,91 @@
+"""The last search: which of its levels a weight takes, once ranges are fixed. It need not be the nearest one.
+
+The rounding error of one channel can make up for that of another where the two are active together. So each weight in turn
+takes the level at which the error of the outputs ``δᵀ H δ`` is least, given all others (coordinate descent; Behdin et al.
+2023, "QuantEase"): the level nearest to ``w_j − Σ_{k ≠ j} H_jk δ_k / H_jj``. No step makes the error larger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from refimpl.quantization.awq_layout import LARGEST
+
+SWEEPS = 3
+"""Times that every weight is looked at."""
+CHANNELS_AT_ONCE = 64
+"""Input channels between which the error's gradient is kept up to date; to the others it is carried in one product."""
+DAMPING = 0.01
+"""Of the mean square of the activations, added to each channel's: few calibration tokens say more than is true."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A matrix in 4 bits, as :func:`refimpl.quantization.awq_layout.quantise_groups` gives it."""
+
+    values: UInt8[Tensor, "C O"]
+    zeros: UInt8[Tensor, "groups O"]
+    scales: Float[Tensor, "groups O"]
+
+    @property
+    def group_size(self) -> int:
+        """Input channels that share a scale."""
+        return len(self.values) // len(self.zeros)
+
+    def widened(self) -> Float[Tensor, "O C"]:
+        """The matrix that they stand for, in float32."""
+        signed = self.values.float() - self.zeros.float().repeat_interleave(self.group_size, 0)
+        return signed.mul_(self.scales.float().repeat_interleave(self.group_size, 0)).T
+
+
+def refine(weight: Float[Tensor, "O C"], nearest: Levels, gram: Float[Tensor, "C C"], sweeps: int = SWEEPS) -> Levels:
+    """Better values than the nearest ones, of the same scales and zero points.
+
+    Args:
+        weight: what is to be approached.
+        nearest: where the descent begins.
+        gram: E[x xᵀ] of the inputs.
+        sweeps: see :data:`SWEEPS`.
+
+    """
+    damping = DAMPING * gram.diagonal().mean()
+    gram = gram + torch.diag(damping.expand(len(gram)).clamp(min=1e-12))
+    descent = _Descent(nearest, weight.dtype)
+    wanted = weight.T
+    errors = descent.signed * descent.steps - wanted
+    gradient = gram @ errors
+    for _ in range(sweeps):
+        for start in range(0, len(wanted), CHANNELS_AT_ONCE):
+            block = slice(start, start + CHANNELS_AT_ONCE)
+            change = descent.descend(block, gradient[block].clone(), gram[block, block])
+            gradient.addmm_(gram[:, block], change)
+    return Levels(descent.values(), nearest.zeros, nearest.scales)
+
+
+class _Descent:
+    """The levels while they change, as distances from the zero point."""
+
+    def __init__(self, levels: Levels, dtype: torch.dtype) -> None:
+        size = levels.group_size
+        self._zeros = levels.zeros.to(dtype).repeat_interleave(size, 0)
+        self.steps = levels.scales.to(dtype).repeat_interleave(size, 0)
+        self.signed = levels.values.to(dtype).sub_(self._zeros)
+
+    def descend(self, block: slice, gradient: Float[Tensor, "B O"], gram: Float[Tensor, "B B"]) -> Float[Tensor, "B O"]:
+        """Move the levels of some channels, one channel after the other; gives the change of their errors."""
+        signed, steps, zeros = self.signed[block], self.steps[block], self._zeros[block]
+        before = signed.clone()
+        for channel, row in enumerate(gram):
+            best = signed[channel] - gradient[channel] / (row[channel] * steps[channel])
+            best = best.round_().clamp_(-zeros[channel], LARGEST - zeros[channel])
+            gradient.addr_(row, (best - signed[channel]) * steps[channel])
+            signed[channel] = best
+        return (signed - before).mul_(steps)
+
+    def values(self) -> UInt8[Tensor, "C O"]:
+        """The levels from 0 to 15."""
+        return (self.signed + self._zeros).to(torch.uint8)
