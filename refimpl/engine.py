@@ -18,7 +18,6 @@ from refimpl.engine_lock import EngineLock
 from refimpl.errors import RefimplError, RequestError
 from refimpl.executor.device import resolve_device
 from refimpl.executor.executor import Executor, kv_cache_of
-from refimpl.executor.local import LocalExecutor
 from refimpl.explain import explain
 from refimpl.gate import Gate
 from refimpl.intake import Intake, PreparedRequest
@@ -27,6 +26,7 @@ from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.memory_report import MemoryReport
 from refimpl.output_processor import OutputProcessor
 from refimpl.outputs import RequestOutput
+from refimpl.parallel.executor import make_executor
 from refimpl.parts import claim
 from refimpl.recorder import Recorder
 from refimpl.request import Request
@@ -63,7 +63,7 @@ class Engine:
         self.model_config, self.tokenizer = checkpoint.config, checkpoint.tokenizer()
         model_limit = self.model_config.context_limit(args.max_model_len)
         overlap = args.overlaps(resolve_device(args.device).type == "cuda")
-        executor: Executor = LocalExecutor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
+        executor: Executor = make_executor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
         self._executor = executor
         weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
         try:

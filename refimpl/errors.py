@@ -8,6 +8,7 @@
     │   ├── UnsupportedModelError it is read, but it is not of a family that refimpl implements
     │   └── CheckpointError       its files are damaged, or tensors are missing, extra or misshapen
     ├── OutOfMemoryError       the weights or the KV cache do not fit the device
+    ├── RankFailedError        a rank of a tensor-parallel engine died, hung or failed; the engine has to be made anew
     ├── EngineFailedError      a step failed while a request of AsyncLLM waited; the request is over
     ├── PartError              a replaceable part gave an answer that cannot be followed
     │   ├── PolicyError           a scheduling policy named nobody
@@ -15,6 +16,7 @@
     │   └── PrefixIndexError      a prefix index found what is not there, or gave back what is in use
     └── RequestError           one request is wrong; the engine and the other requests go on
         ├── QueueFullError        max_num_queued_reqs wait already; come again later
+        ├── AbortedError          somebody else ended it while its reader waited
         ├── SamplingParamsError   a sampling parameter is out of its range
         └── PromptError           the prompt is empty, too long, or has ids outside the vocabulary
 
@@ -71,6 +73,12 @@ class EngineFailedError(RefimplError):
     """The engine failed while a request of :class:`refimpl.AsyncLLM` waited for it. ``__cause__`` is what it raised."""
 
 
+class RankFailedError(RefimplError):
+    """A rank of a tensor-parallel engine died, hung or failed. The message says which and how; requests end with an error,
+    and a new engine has to be made.
+    """
+
+
 class PartError(RefimplError):
     """A replaceable part (policy, allocator, prefix index) raised, or gave an answer that cannot be followed.
 
@@ -104,6 +112,10 @@ class SamplingParamsError(RequestError):
 
 class PromptError(RequestError):
     """The prompt is empty, too long for the model or the cache, or holds ids outside the vocabulary."""
+
+
+class AbortedError(RequestError):
+    """The request was aborted while a reader of :class:`refimpl.AsyncLLM` waited for it. Nothing was wrong with it."""
 
 
 class QueueFullError(RequestError):

@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never asks the Hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import counts
+import interpreter
 import pytest
 import torch
 
@@ -22,8 +23,23 @@ if SHARES_THE_MACHINE:
 FILES_A_WORKER = 9
 """So many files are worth a process more, which imports torch and collects all tests again."""
 
-LONGEST = ["test_notebooks", "test_bench", "test_aot", "test_notebooks_in_browser", "test_browser", "test_parity"]
-"""Files that take a minute and more. They begin: at the end one worker would be at them, and the others idle."""
+LONGEST = [
+    "test_notebooks",
+    "test_notebooks_in_browser",
+    "test_aot",
+    "test_browser",
+    "test_identity",
+    "test_parity",
+    "test_cuda_graphs",
+    "test_cli",
+    "test_specs",
+    "test_drafts_in_engine",
+    "test_bench",
+    "test_sampling_in_engine",
+    "test_beam_search",
+    "test_readme",
+]
+"""Files that take half a minute and more. They begin: at the end one worker would be at them, and the others idle."""
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -44,8 +60,9 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
-def pytest_collection_finish():
-    """An engine collects garbage when it closes; what the imports made need not be looked through each time."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """An engine collects garbage when it closes; what the imports made by now need not be looked through each time."""
     gc.collect()
     gc.freeze()
 
@@ -56,6 +73,7 @@ def pytest_runtest_setup(item):
 
     The tiny model's products are too small to share between threads; the embedded model's are not.
     """
+    interpreter.quicken()  # if Triton has been imported by now
     torch.manual_seed(0)
     torch.set_num_threads(2 if "smollm2" in item.fixturenames and not SHARES_THE_MACHINE else 1)
 

@@ -280,7 +280,7 @@ def test_the_command_line(monkeypatch, capsys, tmp_path, engine):
 def terminal():
     """``refimpl chat`` at a pseudo-terminal."""
     command = ["-c", "from refimpl.cli import main; main()", "chat", "tiny", "--temperature", "0", "--max-tokens", "1500"]
-    child = pexpect.spawn(sys.executable, command, timeout=120, encoding="utf-8", codec_errors="replace")
+    child = pexpect.spawn(sys.executable, command, timeout=280, encoding="utf-8", codec_errors="replace")
     yield child
     child.close(force=True)
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from jupyter_client.manager import KernelManager
 
-PATIENCE = 60
+PATIENCE = 240
 
 PRELUDE = """
 import asyncio, gc, sys, threading, time

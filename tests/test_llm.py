@@ -271,7 +271,7 @@ def test_ctrl_c_from_outside():
         started = threading.Event()
         llm.engine.events.subscribe(lambda _record: started.set())
         main = threading.main_thread().ident
-        sender = threading.Thread(target=lambda: (started.wait(10), signal.pthread_kill(main, signal.SIGINT)))
+        sender = threading.Thread(target=lambda: (started.wait(240), signal.pthread_kill(main, signal.SIGINT)))
         sender.start()
         with pytest.raises(KeyboardInterrupt):
             generate(llm, ["x"] * 8, SamplingParams(max_tokens=1900, ignore_eos=True))

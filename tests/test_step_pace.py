@@ -96,14 +96,14 @@ def test_who_comes_while_a_step_can_wait_is_served_before_it():
     thread = StepThread(engine)
     try:
         ended = threading.Event()
-        thread.call(lambda: engine.add_request("one", [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))).result(10)
+        thread.call(lambda: engine.add_request("one", [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))).result(240)
 
         def come():
             happened.append("came")
             waits.append(0.0)
 
-        thread.call(come).result(10)
-        while thread.call(engine.has_unfinished_requests).result(10):
+        thread.call(come).result(240)
+        while thread.call(engine.has_unfinished_requests).result(240):
             ended.wait(0.001)
     finally:
         thread.close()

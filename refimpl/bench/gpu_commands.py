@@ -66,7 +66,7 @@ def serve_sim(
 
     given: dict[str, Any] = {} if arrival_seed is None else {"seed": arrival_seed}
     pattern = Pattern(_numbers(request_rate), seconds, burstiness=burstiness, scale=scale, trace=trace, **given)
-    report_result(run(engine_options, pattern, model_config, _limits(goodput), max_minutes), as_json, save)
+    report_result(run(engine_options, pattern, model_config, limits_of(goodput), max_minutes), as_json, save)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise ConfigError(f"request_rate is {text!r}; give numbers by commas, such as 10,20,30") from error
 
 
-def _limits(text: str) -> tuple[float, float]:
+def limits_of(text: str) -> tuple[float, float]:
     """Seconds of ``ttft:MS,tpot:MS``."""
     try:
         given = {name: float(number) / 1e3 for name, number in (part.split(":") for part in text.split(","))}
@@ -139,6 +139,27 @@ def idle(
     from refimpl.bench.result import report_result
 
     report_result(run(engine_options, model_config, sequences, steps, timeline), as_json, save)
+
+
+@bench.command("all-reduce")
+def all_reduce(
+    *,
+    ranks: Annotated[int, typer.Option(help="Processes, on a GPU each if there are any.")] = 2,
+    tokens: Annotated[str, typer.Option(help="Rows of a sum, by commas.")] = "1,8,64",
+    hidden_size: Annotated[int, typer.Option(help="Numbers in a row.")] = 8192,
+    count: Annotated[int, typer.Option(help="Sums back to back, as a step has them.")] = 160,
+    as_json: AsJson = False,
+    save: Save = None,
+) -> None:
+    """The sums between ranks of tensor parallelism, by every way that there is here: microseconds each."""
+    from refimpl.bench.all_reduce import run
+    from refimpl.bench.result import report_result
+
+    try:
+        rows = [int(number) for number in tokens.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"tokens is {tokens!r}; give whole numbers by commas, such as 1,8,64") from error
+    report_result(run(ranks, rows, hidden_size, count), as_json, save)
 
 
 @bench.command()

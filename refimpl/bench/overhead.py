@@ -103,7 +103,9 @@ def _make_engine(engine_options: dict[str, Any], sequences: int, tokens: int) ->
     }
     engine = Engine(EngineArgs.from_options(engine_options | fixed))
     executor = engine._executor
-    assert isinstance(executor, LocalExecutor)
+    if not isinstance(executor, LocalExecutor):
+        engine.close()
+        raise ConfigError("the overhead of a step is measured in one process; leave tensor_parallel_size out")
     return engine, executor.runner
 
 

@@ -120,7 +120,7 @@ def run(
     rows = Rows([_named(name, dtype) for dtype in dtypes for name in names], _tell, max_minutes)
     checkpoint = open_checkpoint(engine_options["model"])
     vocab_size = checkpoint.config.vocab_size
-    longest = 2 * max(_scaled(length, scale) for length in (PROMPT, OUTPUT, LONGEST))
+    longest, size = 2 * max(_scaled(length, scale) for length in (PROMPT, OUTPUT, LONGEST)), _ranks(engine_options)
     checks: list[Check] = []
     with rows.kept_when_interrupted():
         for dtype in dtypes:
@@ -131,8 +131,9 @@ def run(
                         checks += _checks(name, dtype, figures)
     lengths = [_scaled(length, scale) for length in (PROMPT, OUTPUT, SHORTEST, LONGEST)]
     return Result(
-        topic="throughput",
+        topic="throughput" if size == 1 else f"throughput_tp{size}",
         setting=setting(
+            tensor_parallel_size=size,
             model=checkpoint.name,
             model_hash=checkpoint.fingerprint(),
             dtype=" and ".join(dtypes),
@@ -147,6 +148,10 @@ def run(
         results=rows.all(),
         checks=checks,
     )
+
+
+def _ranks(engine_options: dict[str, Any]) -> int:
+    return int(engine_options.get("tensor_parallel_size", 1))
 
 
 def _check_numbers(repeats: int, dtypes: Sequence[str], scale: float) -> None:

@@ -29,6 +29,7 @@ def doctor(
     device: Annotated[str, typer.Option(help="As of generate.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As of generate.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="As of generate.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="As of generate.")] = 1,
 ) -> None:
     """What this machine has, what the engine would do on it and why, and what to do about what is missing.
 
@@ -36,7 +37,8 @@ def doctor(
     """
     from rich.console import Console
 
-    args = EngineArgs(model=model, device=device, dtype=dtype, quantization=quantization)
+    size = tensor_parallel_size
+    args = EngineArgs(model=model, device=device, dtype=dtype, quantization=quantization, tensor_parallel_size=size)
     findings = examine(args)
     if lab:
         from refimpl.doctor.lab_check import check_lab, for_a_lab

@@ -17,7 +17,8 @@ from refimpl.executor.device import free_host_memory
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.hub import hub_cache, hub_folder_if_cached
 from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached
-from refimpl.quantization.choose import choose_method, why_not_fp8
+from refimpl.model_shares import fits, share_of, sizes_that_fit
+from refimpl.quantization.choose import choose_method, fits_widened
 from refimpl.quantization.method import weight_bytes
 
 
@@ -60,16 +61,43 @@ def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
         config = checkpoint.config
     except RefimplError as error:
         return [Finding("models", name, "cannot be run", "error", str(error))]
-    if device is None or (args.quantization is not None and why_not_fp8(device)):
+    if device is None:
         return []
-    weights = weight_bytes(config, choose_method(args.quantization, device), dtype.itemsize)
-    held = str(dtype)[6:] if args.quantization is None else f"{args.quantization} and {str(dtype)[6:]}"
-    about = f"{config.num_parameters / 1e6:,.1f} million weights, {weights / GIB:.2f} GiB in {held}"
+    size = args.tensor_parallel_size
+    if not fits(config, size):
+        return [_ranks(args, config, device)]
+    share = share_of(config, size)
+    try:
+        widens = fits_widened(share, dtype, free_host_memory() // size)
+        method = choose_method(args.quantization, device, config, widens, size)
+    except RefimplError as error:
+        return [Finding("models", name, "cannot be run", "error", str(error))]
+    weights = weight_bytes(share, method, dtype.itemsize)
+    held = f"{method.name} and {str(dtype)[6:]}" if method.name else str(dtype)[6:]
+    on_each = "" if size == 1 else f" on each of {size} ranks"
+    about = f"{config.num_parameters / 1e6:,.1f} million weights, {weights / GIB:.2f} GiB in {held}{on_each}"
     return [
         Finding("models", name, f"{about}; contexts of {config.context_limit(args.max_model_len):,} tokens"),
         *_attention(args, config, device, dtype),
+        _ranks(args, config, device),
         _kv_cache(args, config, device, dtype, weights),
     ]
+
+
+def _ranks(args: EngineArgs, config: ModelConfig, device: Any) -> Finding:
+    """By how many ranks the model can be held together, and whether they find GPUs here."""
+    size, legal = args.tensor_parallel_size, ", ".join(map(str, sizes_that_fit(config)))
+    value = f"tensor_parallel_size can be {legal}"
+    if size not in sizes_that_fit(config):
+        return Finding("models", "ranks", f"{size}", "error", value)
+    if device.type != "cuda":
+        return Finding("models", "ranks", value)
+    import torch
+
+    count = torch.cuda.device_count()
+    if size > count:
+        return Finding("models", "ranks", f"{size}, and {count} GPU(s) here", "error", f"use at most {count}")
+    return Finding("models", "ranks", value, advice=f"{count} GPU(s) here")
 
 
 def _attention(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any) -> list[Finding]:
@@ -99,14 +127,14 @@ def _kv_cache(args: EngineArgs, config: ModelConfig, device: Any, dtype: Any, we
     On a GPU what a step takes is reckoned here; the engine measures it, and CUDA graphs come off besides.
     """
     cache, (max_num_seqs, _) = args.cache_config(), args.step_limits()
-    each = memory.block_bytes(config, args.block_size, dtype.itemsize)
+    each = memory.block_bytes(share_of(config, args.tensor_parallel_size), args.block_size, dtype.itemsize)
     length = args.max_model_len or config.context_limit()
     sums = None
     if device.type == "cuda":
         sums = gpu_memory.before_loading(args, config, dtype, device)
         free, available = sums.total - sums.taken, min(sums.left, sums.enough)
     else:
-        free = free_host_memory()
+        free = free_host_memory() // args.tensor_parallel_size
         enough = memory.enough_bytes(each, args.block_size, max_num_seqs, length)
         available = memory.cpu_cache_bytes(cache, max(0, free - weights))
         available = available if cache.cpu_kvcache_space is not None else min(available, enough)

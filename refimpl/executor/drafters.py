@@ -17,7 +17,9 @@ from refimpl.executor.model_runner import ModelRunner
 from refimpl.executor.round_costs import measure_rounds
 from refimpl.executor.speculation import Speculation
 from refimpl.loading.checkpoint import Checkpoint, load_model, open_checkpoint
+from refimpl.model_shares import fits
 from refimpl.models.llama import LlamaForCausalLM
+from refimpl.ranks import ALONE, Ranks
 from refimpl.scheduler.drafting import Drafting
 from refimpl.speculative.draft_model import DraftModelProposer
 from refimpl.speculative.head_files import load_head, shipped_head
@@ -33,7 +35,7 @@ COMPARED_TOKENS = 512
 """Tokens whose texts are compared, to see whether two vocabularies are one."""
 
 
-def open_draft_model(config: SpeculativeConfig | None, target: Checkpoint) -> Checkpoint | None:
+def open_draft_model(config: SpeculativeConfig | None, target: Checkpoint, ranks: Ranks = ALONE) -> Checkpoint | None:
     """The draft model's checkpoint, if the options name one; no weights are read.
 
     Raises:
@@ -44,14 +46,21 @@ def open_draft_model(config: SpeculativeConfig | None, target: Checkpoint) -> Ch
     if config is None or config.method != "draft_model":
         return None
     checkpoint = open_checkpoint(config.model)
-    check_same_vocabulary(target, checkpoint)
+    if ranks.rank == 0:
+        check_same_vocabulary(target, checkpoint)
     return checkpoint
 
 
 def load_draft_model(
-    checkpoint: Checkpoint, args: EngineArgs, dtype: torch.dtype, device: torch.device, max_model_len: int
+    checkpoint: Checkpoint,
+    args: EngineArgs,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    ranks: Ranks = ALONE,
 ) -> LlamaForCausalLM:
-    """The draft model with its weights.
+    """The draft model with its weights: split over the ranks as the target is, or where its sizes do not divide, whole on
+    each of them.
 
     Raises:
         ModelError: they cannot be read.
@@ -60,7 +69,8 @@ def load_draft_model(
     length = min(max_model_len, checkpoint.config.context_limit())
     if length < max_model_len:
         log.info("the draft model %s reads at most %d tokens; longer texts go on without drafts", checkpoint.name, length)
-    return load_model(checkpoint, args.load_format, dtype, device, args.seed, length)
+    together = ranks if fits(checkpoint.config, ranks.size) else ALONE
+    return load_model(checkpoint, args.load_format, dtype, device, args.seed, length, ranks=together)
 
 
 def check_same_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
@@ -97,7 +107,7 @@ def make_speculation(
     proposer = _proposer(config, args, target, draft, runner)
     coupled = config.sampler == "coupled"
     runner.input_batch.unsettled.expect()
-    return Speculation(proposer, runner.input_batch, coupled, config.synthetic_acceptance)
+    return Speculation(proposer, runner.input_batch, coupled, config.synthetic_acceptance, runner.ranks)
 
 
 def _proposer(
@@ -120,7 +130,7 @@ def _proposer(
         return HeadProposer(head, runner.model, cache.layers, runner.backend, max_num_seqs)
     assert draft is not None, "loaded before the cache was sized"
     dtype = draft.embed_tokens.dtype
-    kv_cache = KVCache(draft.config, cache.num_blocks, cache.block_size, dtype, batch.device)
+    kv_cache = KVCache(draft.share, cache.num_blocks, cache.block_size, dtype, batch.device)
     setting = Setting(draft.config.head_dim, batch.device, dtype, cache.block_size, draft.config.windowed)
     backend = choose_backend(args.attention_backend, setting)
     return DraftModelProposer(draft, kv_cache, backend, max_num_seqs, budget)

@@ -14,7 +14,7 @@ import torch
 from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.cache.staged_blocks import staging_bytes
-from refimpl.config import GIB, EngineArgs
+from refimpl.config import GIB, EngineArgs, ModelConfig
 from refimpl.errors import OutOfMemoryError
 from refimpl.executor import gpu_memory, memory, memory_advice, serving, warm_up
 from refimpl.executor.cuda_graphs import graph_sizes
@@ -28,13 +28,15 @@ from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.preemption_costs import measure
 from refimpl.executor.stages import Stages
+from refimpl.executor.weights import held_in, method_of
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
+from refimpl.model_shares import share_if_it_fits, share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
-from refimpl.quantization.choose import choose_method
+from refimpl.quantization.choose import choose_method, methods_for
 from refimpl.quantization.method import weight_bytes
-from refimpl.quantization.plain import PLAIN
+from refimpl.ranks import ALONE, Ranks
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
 from refimpl.scheduler.drafting import Drafting
@@ -51,20 +53,30 @@ WORKER = "refimpl-step"
 class LocalExecutor:
     """Loads the model, sizes the cache from the memory that is left, and runs steps.
 
-    With ``asynchronous`` steps run in one worker thread, in order; without, ``submit`` computes at once.
+    With ``asynchronous`` steps run in one worker thread, in order; without, ``submit`` computes at once. Where ``ranks``
+    hold the model together, this is what each of them does with its share.
 
     Raises:
         OutOfMemoryError: the weights or the least cache do not fit.
 
     """
 
-    def __init__(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int, asynchronous: bool) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        checkpoint: Checkpoint,
+        max_model_len: int,
+        asynchronous: bool,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._ranks = ranks
         self.device = resolve_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
-        self._method = choose_method(args.quantization, self.device)
-        self.weight_bytes = weight_bytes(checkpoint.config, self._method, self.dtype.itemsize)
-        self.block_bytes = memory.block_bytes(checkpoint.config, args.block_size, self.dtype.itemsize)
+        share = share_of(checkpoint.config, ranks.size)
+        self._method = method_of(args, checkpoint, share, self.device, self.dtype)
+        self.weight_bytes = weight_bytes(share, self._method, self.dtype.itemsize)
+        self.block_bytes = memory.block_bytes(share, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
         self.preemption_costs: PreemptionCosts | None = None
         self.drafting: Drafting | None = None
@@ -90,21 +102,23 @@ class LocalExecutor:
     def _load(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
         """The weights, and those of a draft model; first of all it is seen that there is room for both."""
         speculative: SpeculativeConfig | None = args.speculative_config
-        draft = open_draft_model(speculative, checkpoint)
+        draft = open_draft_model(speculative, checkpoint, self._ranks)
         if draft is not None:
-            self.weight_bytes += weight_bytes(draft.config, PLAIN, self.dtype.itemsize)
-            self.block_bytes += memory.block_bytes(draft.config, args.block_size, self.dtype.itemsize)
+            share = share_if_it_fits(draft.config, self._ranks.size)
+            self.weight_bytes += self._draft_bytes(share, self.dtype.itemsize)
+            self.block_bytes += memory.block_bytes(share, args.block_size, self.dtype.itemsize)
         if self.device.type == "cuda":
             drafts = None if draft is None else draft.config
             self.memory = gpu_memory.before_loading(args, checkpoint.config, self.dtype, self.device, drafts)
             told = checkpoint.name if draft is None else f"{checkpoint.name} with its draft model {draft.name}"
-            memory_advice.check_weights(self.memory, told, self._weights_in, str(self.device))
+            memory_advice.check_weights(self.memory, told, held_in(self._method, self.dtype), str(self.device))
         else:
             self._check_room_for_weights(checkpoint, draft)
         self._model = load_model(
-            *(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len, self._method)
+            *(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len, self._method), self._ranks
         )
-        self._draft = None if draft is None else load_draft_model(draft, args, self.dtype, self.device, max_model_len)
+        draft_args = args, self.dtype, self.device, max_model_len, self._ranks
+        self._draft = None if draft is None else load_draft_model(draft, *draft_args)
         if self.memory is not None:
             laws = 1 if speculative is None else 1 + speculative.num_speculative_tokens
             self.memory = gpu_memory.with_weights(self.memory, self.device)
@@ -119,7 +133,7 @@ class LocalExecutor:
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size, windowed)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
-        served = serving.who_serves(args, setting)
+        served = serving.who_serves(args, setting, self._method.name)
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
@@ -129,28 +143,31 @@ class LocalExecutor:
         """The same for steps with prompts, but not beside drafts: numbers of tokens."""
         self.stages.enter("compiling kernels")
         if serving.compiles_kernels(args.attention_backend, setting):
-            warm_up.compile_kernels(args, self._model, self.dtype, self.device, self.graph_sizes, self.token_sizes)
+            with self._ranks.muted():
+                warm_up.compile_kernels(args, self._model, self.dtype, self.device, self.graph_sizes, self.token_sizes)
         self.stages.enter("measuring what a step takes")
         self.num_host_blocks = int(args.swap_space * GIB // self.block_bytes)
         available = self._available_bytes(args, max_num_seqs)
-        self.num_blocks = memory.num_blocks(args.cache_config(), self.block_bytes, available)
+        self.num_blocks = self._ranks.least(memory.num_blocks(args.cache_config(), self.block_bytes, available))
         max_model_len = min(max_model_len, self.num_blocks * args.block_size)
         self.stages.enter(
             "making the KV cache" + (f" and its swap space of {args.swap_space:g} GiB" if args.swap_space else "")
         )
-        kv_cache = KVCache(config, self.num_blocks, args.block_size, self.dtype, self.device, self.num_host_blocks)
+        kv_cache = KVCache(
+            self._model.share, self.num_blocks, args.block_size, self.dtype, self.device, self.num_host_blocks
+        )
         self.stages.enter("making the batch")
         slots = SamplingSlots(max_num_seqs, config.vocab_size, self.device, self.logits_hooks, args.logits_hook)
         reads_lengths = not getattr(backend, "decodes_on_device", False)
         batch = InputBatch(max_num_seqs, max_model_len, args.block_size, self.device, slots, reads_lengths)
-        self.runner = ModelRunner(self._model, kv_cache, batch, backend)
+        self.runner = ModelRunner(self._model, kv_cache, batch, backend, self._ranks)
         if speculative is not None:
             self.stages.enter("making ready to draft")
             self.runner.speculation = make_speculation(speculative, args, checkpoint, draft, self.runner)
         self.stages.enter("timing a preemption")
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
-            self.preemption_costs = measure(self.runner, config, most, self.num_host_blocks)
+            self.preemption_costs = measure(self.runner, self._model.share, most, self.num_host_blocks)
         self.stages.enter("recording CUDA graphs")
         if self.graph_sizes:
             checks = [] if speculative is None else ladder(speculative.num_speculative_tokens, speculative.adaptive)
@@ -162,39 +179,38 @@ class LocalExecutor:
             self.drafting = make_drafting(speculative, args, self.runner)
         self.stages.end()
 
-    @property
-    def _weights_in(self) -> str:
-        """How the weights are held, for people."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self._method.name} (embeddings and output head in {dtype})" if self._method.name else dtype
+    def _draft_bytes(self, draft: ModelConfig, bytes_per_value: int) -> int:
+        """What a draft model takes, held as its checkpoint has it."""
+        return weight_bytes(draft, choose_method(None, self.device, draft), bytes_per_value)
 
     def _check_room_for_weights(self, checkpoint: Checkpoint, draft: Checkpoint | None) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
-        needed, config, free = self.weight_bytes, checkpoint.config, free_host_memory()
+        needed, free = self.weight_bytes, free_host_memory()
         if needed <= free:
             return
-        dtype, fp8 = self.dtype.itemsize, choose_method("fp8", self.device)
+        config = share_of(checkpoint.config, self._ranks.size)
+        drafts = None if draft is None else share_if_it_fits(draft.config, self._ranks.size)
+        dtype = self.dtype.itemsize
         said = f"{config.num_parameters / 1e9:.2f} billion weights"
         if draft is not None:
             ours = weight_bytes(config, self._method, dtype)
             said += f" ({ours / GIB:.1f} GiB), and {draft.name}, its draft model, {draft.config.num_parameters / 1e9:.2f}"
             said += f" ({(needed - ours) / GIB:.1f} GiB)"
-        smaller = {
-            "dtype=bfloat16": (self._method, 2),
-            "quantization=fp8": (fp8, dtype),
-            "quantization=fp8 with dtype=bfloat16": (fp8, 2),
-        }
+        smaller = {"dtype=bfloat16": (self._method, 2)}
+        for other in [] if self._method.name else methods_for(self.device, config):
+            smaller[f"quantization={other.name}"] = (other, dtype)
+            smaller[f"quantization={other.name} with dtype=bfloat16"] = (other, 2)
         for how, (method, size) in smaller.items():
             count = weight_bytes(config, method, size)
-            count += 0 if draft is None else weight_bytes(draft.config, PLAIN, size)
+            count += 0 if drafts is None else self._draft_bytes(drafts, size)
             if count <= free:
                 advice = f"{how} takes {count / GIB:.1f} GiB and fits"
                 break
         else:
             advice = "Use a smaller model" + ("" if draft is None else ", or none that drafts")
         raise OutOfMemoryError(
-            f"{checkpoint.name} has {said}, {needed / GIB:.1f} GiB in {self._weights_in}; {self.device} has "
-            f"{free / GIB:.1f} GiB free. {advice}, or use another device",
+            f"{checkpoint.name} has {said}, {needed / GIB:.1f} GiB in {held_in(self._method, self.dtype)}; {self.device} "
+            f"has {free / GIB:.1f} GiB free. {advice}, or use another device",
             needed=needed,
             free=free,
         )
@@ -288,14 +304,15 @@ class LocalExecutor:
         if self.memory is None:
             longest = args.max_model_len or model.config.context_limit()
             enough = memory.enough_bytes(self.block_bytes, args.block_size, max_num_seqs, longest)
-            available = memory.cpu_cache_bytes(cache, free_host_memory())
+            available = memory.cpu_cache_bytes(cache, free_host_memory() // self._ranks.size)
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
         if self.num_host_blocks:
             self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))
         if not self.memory.measured:
             return 0  # the options say it all
         sizes = self.graph_sizes, self.token_sizes
-        self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, *sizes)
+        with self._ranks.muted():
+            self.memory = gpu_memory.measured(self.memory, args, model, self.dtype, self.device, *sizes)
         memory_advice.check_room(self.memory, str(self.device), args.max_model_len)
         return min(self.memory.left, self.memory.enough)
 

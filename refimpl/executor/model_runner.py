@@ -27,19 +27,29 @@ from refimpl.kernels.transfer import to_device
 from refimpl.logprobs import TokenLogprobs
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import Batch, ModelRunnerOutput, SchedulerOutput
+from refimpl.ranks import ALONE, Ranks
 from refimpl.row_extras import RowExtras
 from refimpl.sampling.logprobs import token_logprobs
-from refimpl.sampling.sampler import Sampler
+from refimpl.sampling.sampler import Sampled, Sampler
 from refimpl.speculative.rejection_sampler import Verdict
 
 
 class ModelRunner:
-    """Owns the model's and the cache's tensors, and the running batch."""
+    """Owns the model's and the cache's tensors, and the running batch.
+
+    Where ``ranks`` hold the model together, all of them run the same steps. Rank 0 draws, and tells the others.
+    """
 
     def __init__(
-        self, model: LlamaForCausalLM, kv_cache: KVCache, input_batch: InputBatch, backend: AttentionBackend
+        self,
+        model: LlamaForCausalLM,
+        kv_cache: KVCache,
+        input_batch: InputBatch,
+        backend: AttentionBackend,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self.kv_cache = kv_cache
         self.input_batch = input_batch
         self.backend = backend
@@ -176,13 +186,15 @@ class ModelRunner:
         if not inputs.drawing:
             return inputs.slots
         logits = self.model.compute_logits(states)
-        sampled = self.sampler.sample(logits, inputs.sampling)
+        first = self.ranks.rank == 0
+        sampled = self.sampler.sample(logits, inputs.sampling) if first else Sampled(torch.empty_like(inputs.slots))
+        token_ids = self.ranks.broadcast(sampled.token_ids)
         for row, failure in sampled.failures.items():
             _join(extras, inputs.drawing[row], failure=failure)
-        found = self._logprobs(logits, sampled.token_ids, inputs.logprobs)
+        found = self._logprobs(logits, token_ids, inputs.logprobs)
         for row, logprobs in found.items():
             _join(extras, inputs.drawing[row], logprobs=(logprobs,))
-        return sampled.token_ids
+        return token_ids
 
     def _logprobs(
         self, logits: Float[Tensor, "R V"], token_ids: Int64[Tensor, "R"], asked: dict[int, int]

@@ -47,7 +47,8 @@ def measure_rounds(
     draft: dict[int, dict[int, float]] = {}
     for size in [size for size in sizes if size <= limits[0]]:
         timer = _Timer(runner, size, most, context)
-        too_slow = bool(step) and time.perf_counter() - begin > MOST_SECONDS
+        # Ranks must stop together: one that is too slow stops all.
+        too_slow = runner.ranks.least(int(not step or time.perf_counter() - begin <= MOST_SECONDS)) == 0
         if size * max(context, 1 + most) > limits[1] or not timer.fits or too_slow:
             break
         with_rounds = size in ROUND_SIZES or size == sizes[0]

@@ -26,6 +26,7 @@ from refimpl.executor.input_batch import InputBatch, StepInputs
 from refimpl.kernels.philox import Purpose
 from refimpl.kernels.transfer import to_device
 from refimpl.outputs import NO_TOKEN, NOTHING_LEFT
+from refimpl.ranks import ALONE, Ranks
 from refimpl.sampling.probabilities import probabilities
 from refimpl.sampling.ranking import argmax
 from refimpl.sampling.sampler import Sampler, SamplingRows
@@ -55,6 +56,7 @@ class Speculation:
         input_batch: the running sequences by slot.
         coupled: accept what the target would draw by the same numbers, and nothing else.
         synthetic_acceptance: accept each draft with this probability, whatever the laws say.
+        ranks: those that hold the model together. Rank 0 draws and judges drafts, and tells the others.
 
     """
 
@@ -64,8 +66,10 @@ class Speculation:
         input_batch: InputBatch,
         coupled: bool = False,
         synthetic_acceptance: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.proposer = proposer
+        self._ranks = ranks
         self._batch = input_batch
         self._coupled = coupled
         self.synthetic_acceptance = synthetic_acceptance
@@ -102,21 +106,42 @@ class Speculation:
             draw=self._drawing(drafted, lengths, positions),
         )
         begin = time.perf_counter()
-        try:
-            drafts = self._sound(self.proposer.propose(rows), drafted)
-            self._write(drafted, positions, drafts)
-        except Exception as error:
-            log.warning("the proposer %s failed; these requests go on without drafts", self.proposer.name, exc_info=error)
-            none = torch.zeros(len(slots), drafted.most, dtype=torch.int64, device=slots.device)
-            failure = f"the proposer {self.proposer.name} failed: {error!r}"
-            return Proposed(Drafts(none, torch.zeros_like(slots)), np.zeros_like(drafted.planned), failure)
+        drafts, failure = self._asked(rows, drafted)
+        if not self.proposer.on_every_rank:
+            drafts = self._shared(drafts)
+        if failure is not None:
+            return Proposed(drafts, np.zeros_like(drafted.planned), failure)
+        self._write(drafted, positions, drafts)
         if self.measuring:
             drafts = replace(drafts, num=drafted.num_planned)
             if slots.is_cuda:
                 torch.cuda.synchronize(slots.device)
         self.seconds = time.perf_counter() - begin
-        on_host = drafts.num.cpu().numpy() if self.proposer.needs_token_ids or not slots.is_cuda else None
-        return Proposed(drafts, on_host)
+        from_rank_0 = self._ranks.size > 1 and not self.proposer.on_every_rank  # which may have failed
+        known = self.proposer.needs_token_ids or from_rank_0 or not slots.is_cuda
+        return Proposed(drafts, drafts.num.cpu().numpy() if known else None)
+
+    def _asked(self, rows: DraftRows, drafted: DraftedRows) -> tuple[Drafts, str | None]:
+        """What the proposer answers, and why it answered nothing where it failed: the step then goes on without drafts."""
+        none = Drafts(
+            torch.zeros(len(rows.slots), drafted.most, dtype=torch.int64, device=rows.slots.device), rows.slots * 0
+        )
+        if self._ranks.rank and not self.proposer.on_every_rank:
+            return none, None
+        try:
+            return self._sound(self.proposer.propose(rows), drafted), None
+        except Exception as error:
+            if self._ranks.size > 1 and self.proposer.on_every_rank:
+                raise  # the others are in the midst of it, and cannot go on
+            log.warning("the proposer %s failed; these requests go on without drafts", self.proposer.name, exc_info=error)
+            return none, f"the proposer {self.proposer.name} failed: {error!r}"
+
+    def _shared(self, drafts: Drafts) -> Drafts:
+        """Rank 0's drafts, on every rank."""
+        if self._ranks.size == 1:
+            return drafts
+        columns = self._ranks.broadcast(torch.cat((drafts.token_ids, drafts.num.unsqueeze(-1)), -1))
+        return replace(drafts, token_ids=columns[:, :-1].contiguous(), num=columns[:, -1].contiguous())
 
     def _drawing(self, drafted: DraftedRows, lengths: np.ndarray, positions: Int64[Tensor, "S"]) -> DrawDraft:
         """How drafts are drawn: by the rows' own parameters, and written at once, so that the next one's law sees them."""
@@ -127,7 +152,10 @@ class Speculation:
         def draw_draft(logits: Float[Tensor, "S V"], place: int) -> tuple[Int64[Tensor, "S"], Float[Tensor, "S V"] | None]:
             rows = self._batch.sampling.at(parameters, drafted.slots_on_host, lengths + place, self._batch.token_ids)
             rows = replace(rows, position=positions + place)
-            token_ids, law = _draw(logits, rows, purpose, greedy)
+            token_ids, law = torch.empty_like(positions), None
+            if self._ranks.rank == 0:
+                token_ids, law = _draw(logits, rows, purpose, greedy)
+            token_ids = self._ranks.broadcast(token_ids)
             self._write_place(drafted, positions, token_ids, place)
             return token_ids, law
 
@@ -168,7 +196,26 @@ class Speculation:
         drafts: Drafts,
         sampler: Sampler,
     ) -> tuple[Verdict, dict[int, str]]:
-        """The verdict about a step's drafts, and the failures of logits hooks, by law."""
+        """The verdict about a step's drafts, the same on every rank, and the failures of logits hooks, by law."""
+        if self._ranks.size == 1:
+            return self._judged(logits, inputs, drafted, drafts, sampler)
+        laws = drafted.spread_to
+        failures: dict[int, str] = {}
+        columns = laws.new_empty(len(laws), drafted.most + 2)
+        if self._ranks.rank == 0:
+            verdict, failures = self._judged(logits, inputs, drafted, drafts, sampler)
+            columns = torch.cat((verdict.token_ids, verdict.num_accepted.unsqueeze(-1)), -1)
+        columns = self._ranks.broadcast(columns)
+        return Verdict(columns[:, :-1].contiguous(), columns[:, -1].contiguous()), failures
+
+    def _judged(
+        self,
+        logits: Float[Tensor, "R V"],
+        inputs: StepInputs,
+        drafted: DraftedRows,
+        drafts: Drafts,
+        sampler: Sampler,
+    ) -> tuple[Verdict, dict[int, str]]:
         laws, rows = drafted.spread_to, inputs.sampling
         numbers = (rows.seed[laws[:, 0]], rows.path[laws[:, 0]], rows.position[laws[:, 0]])
         if not self._coupled and drafts.laws is not None:

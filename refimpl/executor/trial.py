@@ -24,11 +24,11 @@ def trial_runner(
 
     All blocks are one: it does not matter what is read, and the cache that there will be need not fit yet.
     """
-    config = model.config
+    config = model.share
     return ModelRunner(
         model,
         KVCache(config, 1, args.block_size, dtype, device),
-        InputBatch(num_seqs, length, args.block_size, device, SamplingSlots(num_seqs, config.vocab_size, device)),
+        InputBatch(num_seqs, length, args.block_size, device, SamplingSlots(num_seqs, model.config.vocab_size, device)),
         choose_backend(args.attention_backend, Setting(config.head_dim, device, dtype, args.block_size, config.windowed)),
     )
 

@@ -85,6 +85,8 @@ def layers_of_each_kind(model: LlamaForCausalLM) -> LlamaForCausalLM:
     config, shallow = model.config, copy.copy(model)
     firsts = {config.window(layer): layer for layer in reversed(range(config.num_hidden_layers))}
     windows = tuple(firsts) if config.windows else ()
-    shallow.config = dataclasses.replace(config, num_hidden_layers=len(firsts), windows=windows)
+    shallow.config, shallow.share = (
+        dataclasses.replace(one, num_hidden_layers=len(firsts), windows=windows) for one in (config, model.share)
+    )
     shallow._modules = dict(model._modules, layers=nn.ModuleList(model.layers[layer] for layer in firsts.values()))
     return shallow

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from refimpl.kernels.by_triton import by_triton
 from refimpl.layers.linear import new_bias
 from refimpl.quantization.method import Destination, LinearMethod, Rows
+from refimpl.ranks import ALONE, Ranks
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    """``down(silu(gate(x)) · up(x))`` (Shazeer 2020, "GLU Variants Improve Transformer").
+
+    Where several ranks hold the model, ``intermediate_size`` is this rank's part of it, and the output is summed over them.
+    """
 
     def __init__(
         self,
@@ -23,8 +27,10 @@ class SwiGLU(nn.Module):
         device: torch.device,
         method: LinearMethod,
         bias: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.intermediate_size = intermediate_size
         self.method = method
         self.gate_up_proj = method.linear(hidden_size, 2 * intermediate_size, dtype, device)
@@ -35,9 +41,9 @@ class SwiGLU(nn.Module):
     def forward(self, x: Rows) -> Float[Tensor, "T H"]:
         """The feed-forward output."""
         if self.gate_up_bias is None or self.down_bias is None:
-            return self.down_proj(self.method.gated(self.gate_up_proj, x))
+            return self.ranks.all_reduce(self.down_proj(self.method.gated(self.gate_up_proj, x)))
         gated = silu_mul(self.gate_up_proj(x).add_(self.gate_up_bias))  # between the product and SiLU no kernel adds
-        return self.down_proj(gated).add_(self.down_bias)
+        return self.ranks.all_reduce(self.down_proj(gated)).add_(self.down_bias)
 
     def checkpoint_views(self) -> dict[str, Destination]:
         """Where each tensor of a checkpoint's ``mlp`` goes."""

@@ -17,12 +17,14 @@ from refimpl.layers.linear import new_bias
 from refimpl.layers.norm import HeadNorms
 from refimpl.layers.rotary import Rotation, TableRotation, rotate
 from refimpl.quantization.method import Destination, LinearMethod, Rows
+from refimpl.ranks import ALONE, Ranks
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) over the paged cache; Q, K and V are one fused matrix.
 
     ``window`` is how many tokens one attends to, itself the last of them (Beltagy et al. 2020, "Longformer"); None: all.
+    Where several ranks hold the model, ``config`` names this rank's heads, and what all heads add up to is summed over them.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class Attention(nn.Module):
         device: torch.device,
         method: LinearMethod,
         window: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.window = window
+        self.ranks = ranks
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -62,7 +66,7 @@ class Attention(nn.Module):
             self.norms(heads[:, : self.num_heads + self.num_kv_heads])
         query = self._turn_and_write(heads, rotation, layer_kv, attention)
         window = () if self.window is None else (self.window,)  # a backend of one's own need not know of windows
-        output = self.o_proj(attention.attend(layer_kv, query, *window).flatten(1))
+        output = self.ranks.all_reduce(self.o_proj(attention.attend(layer_kv, query, *window).flatten(1)))
         return output if self.o_bias is None else output.add_(self.o_bias)
 
     def checkpoint_views(self) -> dict[str, Destination]:

@@ -54,6 +54,7 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft_model"
+    on_every_rank = True
 
     def __init__(
         self,

@@ -80,7 +80,8 @@ def load_head(folder: Path, target: LlamaForCausalLM, target_name: str, target_f
         )  # fmt: skip
     tensors = _read_tensors(folder / WEIGHTS)
     head = DraftHead(config, target, _checked_vocabulary(config, tensors.pop(VOCABULARY, None), folder))
-    fill_head(head, tensors, str(folder / WEIGHTS))
+    shares = {name: head.share_of_tensor(name, tensor) for name, tensor in tensors.items()}
+    fill_head(head, shares, str(folder / WEIGHTS))
     head.pack_weights()
     return head
 

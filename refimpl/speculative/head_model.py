@@ -43,8 +43,10 @@ from refimpl.cache.kv_cache import LayerKV
 from refimpl.layers.activation import SwiGLU
 from refimpl.layers.linear import Linear
 from refimpl.layers.rotary import rotate
+from refimpl.models.cuts import cuts_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.plain import PLAIN
+from refimpl.ranks import Ranks
 
 
 class HeadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,9 +102,12 @@ class PagedContext:
 class HeadBlock(nn.Module):
     """Attention over the target's keys, if any, and a feed-forward layer; each behind a norm, around a residual."""
 
-    def __init__(self, config: HeadConfig, attends: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: HeadConfig, attends: int | None, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    ) -> None:
         super().__init__()
-        H, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+        H, heads = config.hidden_size, config.num_attention_heads * config.head_dim // ranks.size
+        self.ranks = ranks
         self.attends = attends
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
@@ -117,7 +122,7 @@ class HeadBlock(nn.Module):
         """``x`` and what this block adds to it."""
         if self.attends is not None:
             query = self.q_proj(_norm(x, self.attention_norm, self.eps)).unflatten(-1, (-1, self.head_dim))
-            x = x + self.o_proj(context.attend(self.attends, query, positions).flatten(1))
+            x = x + self.ranks.all_reduce(self.o_proj(context.attend(self.attends, query, positions).flatten(1)))
         out: Tensor = x + self.mlp(_norm(x, self.mlp_norm, self.eps))
         return out
 
@@ -130,6 +135,9 @@ class DraftHead(nn.Module):
         target: the target, weights loaded; the head gets its dtype and device.
         vocabulary: the ids of the tokens that it drafts, ascending, [Vd].
         dtype: of its own weights, if not the target's (training keeps them in float32).
+
+    Where ranks hold the target together, each computes the attention of its own query heads, whose keys it has, and all the
+    rest of the head.
 
     """
 
@@ -146,25 +154,30 @@ class DraftHead(nn.Module):
         self.vocabulary: Tensor
         self.embedding_norm = _weight(H, dtype, device)
         self.fuse = Linear(2 * H, H, dtype, device)
-        self.blocks = nn.ModuleList(HeadBlock(config, layer, dtype, device) for layer in config.attends)
+        self.blocks = nn.ModuleList(HeadBlock(config, layer, dtype, device, target.ranks) for layer in config.attends)
         self.norm = _weight(H, dtype, device)
         self.rows = _rows_of(target, vocabulary) if len(vocabulary) < config.vocab_size else None
         """The output layer's rows of the tokens that are drafted; without, all of it is used."""
         self._output_layer = (target.lm_head,)  # in a tuple: no part of this module
+        self._vocabulary, self._target_config, self.ranks = target.vocabulary, target.config, target.ranks
 
     def forward(
         self, state: Float[Tensor, "T H"], token_ids: Int[Tensor, "T"], positions: Int[Tensor, "T"], context: DraftContext
     ) -> Float[Tensor, "T H"]:
         """The state after ``token_ids``, which stand at ``positions``; ``state`` is that of the token before each."""
-        embedded = _norm(F.embedding(token_ids, self.embed_tokens), self.embedding_norm, self.config.rms_norm_eps)
+        embedded = _norm(self._embed(token_ids), self.embedding_norm, self.config.rms_norm_eps)
         x = self.fuse(torch.cat((state, embedded.to(state.dtype)), dim=-1))
         for block in self.blocks:
             x = block(x, positions, context)
         return _norm(x, self.norm, self.config.rms_norm_eps)
 
+    def _embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T H"]:
+        return self._vocabulary.embed(self.embed_tokens, token_ids, self.embed_tokens.dtype)
+
     def compute_logits(self, state: Float[Tensor, "T H"]) -> Float[Tensor, "T Vd"]:
         """Logits of the tokens of ``vocabulary``, in at least float32."""
-        logits: Tensor = (self.rows or self._output_layer[0])(state)
+        logits: Tensor
+        logits = self._vocabulary.whole(self._output_layer[0](state)) if self.rows is None else self.rows(state)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def full_logits(self, state: Float[Tensor, "T H"]) -> Float[Tensor, "T V"]:
@@ -173,6 +186,14 @@ class DraftHead(nn.Module):
         if logits.shape[-1] == self.config.vocab_size:
             return logits
         return logits.new_full((len(logits), self.config.vocab_size), -torch.inf).index_copy_(1, self.vocabulary, logits)
+
+    def share_of_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """What a rank takes of one of the head's weights: of its attention, the rows or columns of its own query heads."""
+        module = name.split(".")[-2] if "." in name else name
+        if self.ranks.size == 1 or module not in ("q_proj", "o_proj"):
+            return tensor
+        dim, start, full = cuts_of(self._target_config, self.ranks)[module]
+        return tensor.narrow(dim, start, full // self.ranks.size)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """The weights that are the head's alone, by name."""
@@ -205,16 +226,17 @@ def _norm(x: Float[Tensor, "T H"], weight: Float[Tensor, "H"], eps: float) -> Fl
 def _rows_of(target: LlamaForCausalLM, vocabulary: Int[Tensor, "Vd"]) -> Linear:
     """The rows of the target's output layer for some tokens, as a layer of its own.
 
-    A weight that was packed for a CPU can be read by multiplying with it alone: unit vectors give its columns.
+    A weight that was packed for a CPU, or is spread over ranks, can be read by multiplying with it alone: unit vectors give
+    its columns.
     """
     H, weight = target.config.hidden_size, target.lm_head.weight
     embedding = target.embed_tokens
     rows = Linear(H, len(vocabulary), embedding.dtype, embedding.device)
     ids = vocabulary.to(embedding.device)
-    if weight.numel():
+    if weight.numel() and target.ranks.size == 1:
         rows.weight.data.copy_(weight.data[ids])
         return rows
     for units in torch.eye(H, dtype=embedding.dtype, device=embedding.device).split(64):
         columns = units.argmax(1)
-        rows.weight.data[:, columns] = target.lm_head(units)[:, ids].t()
+        rows.weight.data[:, columns] = target.vocabulary.whole(target.lm_head(units))[:, ids].t()
     return rows

@@ -20,6 +20,7 @@ class HeadProposer(Proposer):
     """Keeps, by slot, the hidden state that each sequence's last token was drawn from. It has no cache of its own."""
 
     name = "head"
+    on_every_rank = True
 
     def __init__(
         self,

@@ -86,6 +86,10 @@ class Proposer(ABC):
     needs_token_ids = False
     """Whether it reads tokens on the host. Then steps are not planned ahead of the last one's tokens."""
 
+    on_every_rank = False
+    """Where several ranks hold the model: whether each of them asks its own proposer, since these compute together. Else
+    rank 0 alone is asked, and tells the others."""
+
     @abstractmethod
     def propose(self, rows: DraftRows) -> Drafts:
         """Up to ``rows.planned`` tokens for each row."""

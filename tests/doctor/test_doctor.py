@@ -240,7 +240,8 @@ def without_model(monkeypatch):
     monkeypatch.setattr(lab_check, "embedded_folder_if_cached", lambda: None)
 
 
-def test_a_lab_machine_passes_with_everything_run(tmp_path, without_model):
+def test_a_lab_machine_passes_with_everything_run(tmp_path, without_model, monkeypatch):
+    monkeypatch.setattr(lab_check, "PATIENCE", 240.0)  # the machine may be shared
     found = by_name(lab_check.check_lab(tmp_path))
     assert {f.name: f.status for f in found.values() if f.status != "ok" and f.name != "all of it"} == {
         "the engine (smollm2)": "warning"
@@ -252,7 +253,7 @@ def test_a_lab_machine_passes_with_everything_run(tmp_path, without_model):
 
 def test_an_embedded_model_that_answers_wrongly_fails(monkeypatch):
     monkeypatch.setattr(lab_check, "EMBEDDED_MODEL", "tiny")
-    found = lab_check._tried("the engine", lambda: lab_check._run_embedded(time.monotonic() + 60), "pull it again")
+    found = lab_check._tried("the engine", lambda: lab_check._run_embedded(time.monotonic() + 240), "pull it again")
     assert found.status == "error"
     assert found.value.startswith("failed: RefimplError: asked for the capital of France, it says ")
 
@@ -273,7 +274,7 @@ def test_what_takes_too_long_is_cut_off_and_told(monkeypatch):
 def test_a_broken_jupyterlab_is_told_by_its_last_line(monkeypatch):
     monkeypatch.setattr(lab_check, "IMPORT_LAB", "import nothing_of_this_name")
     with lab_check._ImportingLab() as importing, pytest.raises(RefimplError, match="No module named 'nothing_of_this_name'"):
-        importing.versions(time.monotonic() + 60)
+        importing.versions(time.monotonic() + 240)
 
 
 def test_what_fails_is_named_with_what_to_do(run, monkeypatch, without_model):

@@ -19,6 +19,8 @@ ON_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12], [13]]
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+"""The interpreter takes its time for each."""
 
 
 def test_sizes_reach_the_most_sequences_and_no_further():
@@ -66,7 +68,7 @@ class UnrecordedChecks(CheckGraphs):
 
 def llm_on(device, **options):
     return LLM(
-        "tiny", dtype="float32", device=device, attention_backend="triton", enforce_eager=True, max_num_seqs=4,
+        tiny(**FEW_HEADS), dtype="float32", device=device, attention_backend="triton", enforce_eager=True, max_num_seqs=4,
         max_model_len=32, num_gpu_blocks_override=12, **options,
     )  # fmt: skip
 
@@ -95,7 +97,7 @@ def test_checks_of_drafts_from_bounds_alone_give_the_same_tokens(seed):
     device = "cuda" if ON_GPU else "cpu"
     with llm_on(device) as llm:
         expected = tokens(llm)
-    drafts = {"method": "draft_model", "model": tiny(seed=seed), "num_speculative_tokens": 3, "adaptive": False}
+    drafts = {"method": "draft_model", "model": tiny(seed=seed, **FEW_HEADS), "num_speculative_tokens": 3, "adaptive": False}
     for recorded in (False, True):
         with llm_on(device, speculative_config=drafts, async_scheduling=True) as llm, torch.inference_mode():
             runner = llm.engine._executor.runner

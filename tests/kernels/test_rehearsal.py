@@ -65,5 +65,5 @@ SCRIPT = textwrap.dedent(
 
 
 def test_a_rehearsal_compiles_and_computes_nothing():
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280)
     assert ended.stdout == "all as said\n", ended.stderr[-2000:]

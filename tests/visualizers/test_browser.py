@@ -10,7 +10,10 @@ from browser_support import MISSING, Notebook, Widget, chromium, lab, photograph
 
 from refimpl.visualizers.palette import DARK, LIGHT, hue
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the browser test needs more than there is: {'; '.join(MISSING)}")
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"the browser test needs more than there is: {'; '.join(MISSING)}"),
+    pytest.mark.timeout(900),  # seconds alone; the machine may be shared
+]
 
 IMPORTS = """
 import json

@@ -97,7 +97,7 @@ with record(engine, {str(tmp_path / name)!r}):
         engine.step()
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, env=os.environ)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=280, env=os.environ)
     assert done.returncode == -signal.SIGKILL, done.stderr
     history = replay(tmp_path / name)
     assert [one.step for one in history.records] == list(range(7))

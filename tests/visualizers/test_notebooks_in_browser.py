@@ -1,9 +1,15 @@
 """The course's own notebooks in a real JupyterLab and a real browser: run whole, their widgets clicked, and loaded again."""
 
+import sys
 import time
+from pathlib import Path
 
+import nbformat
 import pytest
 from browser_support import MISSING, Notebook, Widget, chromium, lab, photograph, wait_until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
+from run_notebooks import IN_A_BROWSER, assert_checks_say_right
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"the browser test needs more than there is: {'; '.join(MISSING)}"),
@@ -32,11 +38,12 @@ def course(smollm2, tmp_path_factory, request):
     folder, home, profile = (tmp_path_factory.mktemp(name) for name in ("course", "jupyter", "profile"))
     opened = {}
     with lab(folder, home) as address, chromium(profile) as browser:
+        copied = set(folder.iterdir())
 
         def running(name):
             if name not in opened:
                 opened[name] = Notebook(browser.new_page(), f"{address}/lab/workspaces/{name}/tree/{name}.ipynb")
-                opened[name].name = name
+                opened[name].name, opened[name].path = name, folder / f"{name}.ipynb"
                 assert_pictures_are_seen(opened[name])
                 opened[name].choose("Run", "runmenu:run-all")
             return opened[name]
@@ -44,6 +51,7 @@ def course(smollm2, tmp_path_factory, request):
         if any("00_quickstart" in item.name for item in request.session.items):
             running("00_quickstart")
         yield running
+        assert set(folder.iterdir()) <= copied | {folder / ".ipynb_checkpoints"}, "a notebook leaves no files"
 
 
 def assert_pictures_are_seen(notebook):
@@ -72,6 +80,10 @@ def notebook(request, course):
 def widgets_of(notebook):
     cells = notebook.cells.filter(has=notebook.page.locator(".refimpl"))
     return [Widget(cells.nth(number)).drawn() for number in range(cells.count())]
+
+
+def test_those_that_are_run_here_alone_are_these():
+    assert set(WIDGETS) == set(IN_A_BROWSER)
 
 
 def press(widget, key):
@@ -131,6 +143,8 @@ def test_a_notebook_of_the_course_runs_and_its_widgets_step_play_pause_and_say_w
     for kind in ("error", "stderr"):
         assert notebook.page.locator(f"[data-mime-type='application/vnd.jupyter.{kind}']").all_inner_texts() == []
     prompts = notebook.cells.locator(".jp-InputArea-prompt").all_inner_texts()
+    notebook.save()
+    assert_checks_say_right(nbformat.read(notebook.path, as_version=4))
     widgets = widgets_of(notebook)
     assert len(widgets) == WIDGETS[notebook.name]
     for number, widget in enumerate(widgets):

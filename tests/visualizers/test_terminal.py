@@ -270,7 +270,7 @@ def test_drawing_never_holds_a_step_up(monkeypatch):
 
     def slow(*arguments, **options):
         drawing.set()
-        assert go_on.wait(60)
+        assert go_on.wait(240)
         return "picture"
 
     monkeypatch.setattr(watching, "render", slow)
@@ -278,7 +278,7 @@ def test_drawing_never_holds_a_step_up(monkeypatch):
     with watch(engine.events, Console(file=io.StringIO(), force_terminal=True, width=90, height=24)):
         engine.add_request("first", [1, 2, 3], SamplingParams(max_tokens=2))
         engine.step()
-        assert drawing.wait(60)
+        assert drawing.wait(240)
         drive(engine)
         assert len(engine.events.records) > 5
         go_on.set()

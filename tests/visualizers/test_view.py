@@ -21,7 +21,7 @@ from refimpl.visualizers.source import player_for
 from refimpl.visualizers.view import View
 from refimpl.visualizers.widgets import BlockMap, Dashboard
 
-PATIENCE = 30
+PATIENCE = 240
 
 
 def until(true):

@@ -1,0 +1,105 @@
+"""Ranks that cannot start, cannot load or lose their engine; and who may speak to them."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from rank_processes import PATIENCE, assert_nothing_is_left, is_alive
+
+from refimpl import LLM
+from refimpl.errors import RankFailedError
+from refimpl.models.tiny import tiny
+from refimpl.parallel import executor as parallel_executor
+from refimpl.parallel import wire
+from refimpl.parallel.setup import Model
+
+
+def test_a_rank_that_dies_at_its_start_fails_the_construction_with_what_it_wrote(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'REFIMPL_ENGINE' in os.environ:\n    print('no such driver', flush=True)\n    os._exit(7)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    watches = kept_watches(monkeypatch)
+    with pytest.raises(RankFailedError, match="rank 1 ended with exit code 7:\n    no such driver"):
+        LLM("tiny", tensor_parallel_size=2)
+    assert_nothing_is_left(watches[0])
+
+
+def test_a_rank_that_cannot_load_fails_the_construction_with_its_error(monkeypatch):
+    monkeypatch.setattr(Model, "of", classmethod(lambda cls, model: cls(name="/no/such/folder")))
+    watches = kept_watches(monkeypatch)
+    with pytest.raises(RankFailedError, match="rank 1 failed: no model at '/no/such/folder'"):
+        LLM("tiny", tensor_parallel_size=2)
+    assert_nothing_is_left(watches[0])
+
+
+def test_a_failure_on_rank_0_ends_the_others(monkeypatch):
+    watches = kept_watches(monkeypatch)
+    with pytest.raises(Exception, match="two are the least"):
+        LLM(tiny(), tensor_parallel_size=2, kv_cache_memory_bytes=10)
+    assert_nothing_is_left(watches[0])
+
+
+def kept_watches(monkeypatch):
+    watches, make = [], parallel_executor.Watch
+    monkeypatch.setattr(parallel_executor, "Watch", lambda *args: watches.append(make(*args)) or watches[-1])
+    return watches
+
+
+ORPHANS = """
+import socket, sys
+from refimpl.parallel.processes import Processes
+from refimpl.parallel.watch import Watch
+watch = Watch(2, {1: b"{}"}, Processes(2), socket.create_server(("127.0.0.1", 0)), b"token")
+watch.wait_connected()
+print(*watch.process_ids, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_when_the_engines_process_is_killed():
+    """Whatever they do at that moment: this one has heard nothing to load yet."""
+    program = subprocess.Popen([sys.executable, "-c", ORPHANS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    [process_id] = program.stdout.readline().split()
+    assert is_alive(process_id)
+    program.kill()
+    program.wait()
+    until = time.monotonic() + PATIENCE
+    while is_alive(process_id) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(process_id)
+    for stream in (program.stdin, program.stdout):
+        stream.close()
+
+
+def test_a_stranger_is_not_let_in():
+    ours, theirs = socket.socketpair()
+    refused = []
+
+    def stranger():
+        try:
+            wire.greet(theirs, b"a guess", 1)
+        except wire.WireError as error:
+            refused.append(str(error))
+        theirs.close()
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    with pytest.raises(wire.WireError, match="does not know this engine's token"):
+        wire.admit(ours, b"the token")
+    ours.close()
+    thread.join()
+    assert refused == ["the other end hung up"]
+
+
+def test_frames_come_out_whole_however_they_arrive():
+    data = b"".join(wire.HEADER.pack(b"T", count) + bytes([count]) * count for count in (0, 1, 200))
+    frames = wire.Frames()
+    found = [frame for place in range(0, len(data), 7) for frame in frames.feed(data[place : place + 7])]
+    assert found == [(b"T", bytes([count]) * count) for count in (0, 1, 200)]
+    with pytest.raises(wire.WireError, match="are the most"):
+        list(frames.feed(wire.HEADER.pack(b"T", wire.MOST_BYTES + 1)))
