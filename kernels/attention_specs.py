@@ -130,8 +130,11 @@ def decode_compiles(target: int) -> tuple[Compile, ...]:
         },
         label="merge",
     )
-    more = {80: [(80, 32, 32, 1)], 90: [(128, 8, 1, 16), (256, 8, 4, 1), (128, 32, 8, 1, MISTRALS_WINDOW)]}
-    shapes: list[tuple[int, ...]] = [(128, 32, 8, 1), *more.get(target, [])]
+    more: dict[int, list[tuple[int, ...]]] = {
+        80: [(80, 32, 32, 1)],
+        90: [(128, 8, 1, 16), (256, 8, 4, 1), (128, 32, 8, 1, MISTRALS_WINDOW)],
+    }
+    shapes = [(128, 32, 8, 1), *more.get(target, [])]
     return (plan, merge, *(compile_decode(target, dtype, *shape) for shape in shapes))
 
 
@@ -139,8 +142,8 @@ def prefill_compiles(target: int) -> tuple[Compile, ...]:
     """What prefill attention is compiled for."""
     if target < 80:
         return ()
-    more = {80: [(80, 32, 32)], 90: [(256, 8, 4), (128, 32, 8, MISTRALS_WINDOW)]}
-    shapes: list[tuple[int, ...]] = [(128, 32, 8), *more.get(target, [])]
+    more: dict[int, list[tuple[int, ...]]] = {80: [(80, 32, 32)], 90: [(256, 8, 4), (128, 32, 8, MISTRALS_WINDOW)]}
+    shapes = [(128, 32, 8), *more.get(target, [])]
     return tuple(compile_prefill(target, dtypes_for(target)[0], *shape) for shape in shapes)
 
 

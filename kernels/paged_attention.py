@@ -56,6 +56,24 @@ SPLITS_AT_ONCE = 32
 """Of a program that merges: 16,384 numbers in its registers at a head size of 128."""
 
 
+@triton.jit
+def whole_tiles(
+    first: tl.tensor,
+    end: tl.tensor,
+    first_position: tl.tensor,
+    queries: tl.tensor,
+    TILE_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """From where to where all queries see a split's tiles whole."""
+    seen_by_all = first + tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE_N * TILE_N
+    whole = first
+    if WINDOW:
+        whole = tl.maximum(first, first_whole_tile(first_position + queries - 1, TILE_N, WINDOW))
+        seen_by_all = tl.maximum(seen_by_all, whole)
+    return whole, seen_by_all
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out: tl.tensor,
@@ -103,13 +121,9 @@ def decode_kernel(
     real = number < queries
     token = (first_token + number).to(tl.int64)
     q = load_rows(query + token * token_stride + head * query_head_stride, real, HEAD_DIM, TILE_D, OPERAND)  # [M, D]
-    seen_by_all = first + tl.maximum(tl.minimum(end, first_position + 1) - first, 0) // TILE_N * TILE_N
-    left_behind = first
-    if WINDOW:
-        first = tl.maximum(first, first_whole_tile(first_position + queries - 1, TILE_N, WINDOW))
-        seen_by_all = tl.maximum(seen_by_all, first)
+    whole, seen_by_all = whole_tiles(first, end, first_position, queries, TILE_N, WINDOW)
     attended, row_max, row_sum = attend(
-        q, first_position + number, left_behind, first, seen_by_all, end, k_cache + kv_head * head_stride,
+        q, first_position + number, first, whole, seen_by_all, end, k_cache + kv_head * head_stride,
         v_cache + kv_head * head_stride, block_table + sequence.to(tl.int64) * table_stride, scale_log2, block_stride,
         slot_stride, BLOCK_SIZE, HEAD_DIM, TILE_M, TILE_N, TILE_D, OPERAND, VECTOR, WINDOW,
     )  # fmt: skip

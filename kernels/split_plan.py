@@ -77,9 +77,8 @@ def plan_kernel(
     queries = tl.load(cu_seqlens_q + s + 1, exists, 0) - tl.load(cu_seqlens_q + s, exists, 0)
     contexts = tl.load(seqused_k + s, exists, 0)
     tiles = tl.where(queries <= MAX_QUERIES, tl.cdiv(contexts, TILE_N), 0)  # [SEQUENCES]
-    if WINDOW:
-        skipped = tl.maximum(contexts - queries - WINDOW + 1, 0) // TILE_N
-        tiles = tl.maximum(tiles - skipped, 0)  # below 0 where they were none
+    skipped = tl.maximum(contexts - queries - WINDOW + 1, 0) // TILE_N if WINDOW else 0
+    tiles = tl.maximum(tiles - skipped, 0) if WINDOW else tiles  # below 0 where they were none
     total = tl.sum(tiles, 0)
     least = tl.maximum(FEWEST, tl.cdiv(total, WAVES * one_wave))
     sizes = least + tl.arange(0, WEIGHED) * tl.maximum(1, tl.cdiv(2 * total, WEIGHED * one_wave))  # [WEIGHED]
@@ -92,9 +91,7 @@ def plan_kernel(
     own_splits = tl.sum(tl.where(s == sequence, counts, 0), 0)
     own_tiles = tl.sum(tl.where(s == sequence, tiles, 0), 0)
     context = tl.sum(tl.where(s == sequence, contexts, 0), 0)
-    own_first = 0
-    if WINDOW:
-        own_first = tl.sum(tl.where(s == sequence, skipped, 0), 0)
+    own_first = tl.sum(tl.where(s == sequence, skipped, 0), 0) if WINDOW else 0
     tl.store(splits + 2 * sequence, first_item)
     tl.store(splits + 2 * sequence + 1, own_splits)
     for start in range(0, own_splits, CHUNK):

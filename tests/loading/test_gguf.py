@@ -312,11 +312,12 @@ def test_a_missing_tensor_is_named(model, tmp_path, name, shown):
 
 
 def test_a_misshapen_q_and_an_extra_bias_are_named(model, tmp_path):
-    extra = {"blk.0.attn_q.weight": np.zeros((63, 64), np.float32), "blk.0.attn_q.bias": np.zeros(64, np.float32)}
+    extra = {"blk.0.attn_q.weight": np.zeros((63, 64), np.float32), "blk.1.attn_q.bias": np.zeros(64, np.float32)}
     write_gguf(tmp_path / "model.gguf", model, extra_tensors=extra)
     with pytest.raises(CheckpointError) as caught:
         run_fully(tmp_path / "model.gguf")
-    assert "not in this architecture: blk.0.attn_q.bias" in str(caught.value)
+    # The first layer says whether there are biases.
+    assert "not in this architecture: model.layers.1.self_attn.q_proj.bias" in str(caught.value)
     assert "model.layers.0.self_attn.q_proj.weight is [63, 64], its configuration makes it [64, 64]" in str(caught.value)
 
 
