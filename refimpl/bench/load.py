@@ -2,7 +2,8 @@
 
 Shards of a model's shape are written with random numbers, as many layers as the size asked for holds, and read several
 times: as they are stored, which is what disk, page cache and bus allow, and as the engine's model in its dtype, quantised if
-that is asked for. What was just written lies in the page cache; with ``cold`` the system is asked to forget it.
+that is asked for (not from 8 bits, which would need scales). What was just written lies in the page cache; with ``cold`` the
+system is asked to forget it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from refimpl.bench.shards import cut_to, written_shards
 from refimpl.config import GIB, EngineArgs
 from refimpl.errors import ConfigError
 from refimpl.executor.device import resolve_device, resolve_dtype
-from refimpl.loading.checkpoint import copy_weights, load_model
+from refimpl.loading.checkpoint import load_model
 from refimpl.loading.folder import FolderCheckpoint
 from refimpl.quantization.choose import choose_method
-from refimpl.quantization.method import LinearMethod
+from refimpl.quantization.method import LinearMethod, fill
 from refimpl.simulate.models import find_model
 
 STORED = ("bfloat16", "float16", "float32", "float8_e4m3fn")
@@ -71,10 +72,9 @@ def run(
     config = cut_to(find_model(model_config), int(gib * GIB), getattr(torch, stored))
     checkpoint = written_shards(folder, config, getattr(torch, stored))
     sizes = [path.stat().st_size for path in checkpoint.files()]
-    loads: dict[str, Callable[[], dict[str, Tensor]]] = {
-        "as_stored": partial(_as_stored, checkpoint, device),
-        "as_model": partial(_as_model, checkpoint, dtype, device, method),
-    }
+    loads: dict[str, Callable[[], dict[str, Tensor]]] = {"as_stored": partial(_as_stored, checkpoint, device)}
+    if getattr(torch, stored).itemsize > 1:  # 8 bits without scales are no model
+        loads["as_model"] = partial(_as_model, checkpoint, dtype, device, method)
     wrong = _wrong(checkpoint, loads["as_stored"]())
     rows = Rows(list(loads), _tell)
     with rows.kept_when_interrupted():
@@ -111,7 +111,8 @@ def _checks(rows: dict[str, Figures], device: torch.device, cold: bool) -> list[
 def _as_stored(checkpoint: FolderCheckpoint, device: torch.device) -> dict[str, Tensor]:
     """The tensors on the device, in the dtype that they have."""
     views = {name: torch.empty_like(tensor, device=device) for name, tensor in checkpoint.outlines()}
-    copy_weights(checkpoint.weights(), views, checkpoint)
+    for name, tensor in checkpoint.weights():
+        fill(views[name], tensor)
     return views
 
 

@@ -410,9 +410,8 @@ def test_bench_load_reads_what_it_wrote(tmp_path):
     shape.mkdir()
     write_config(tiny().config, shape)
     asked = ["load", str(tmp_path / "shards"), "--model-config", str(shape), "--gib", "0.01", "--repeats", "1", "--json"]
-    asked += ["--device", "cpu", "--dtype", "float32", "--quantization", "fp8", "--stored", "float8_e4m3fn"]
-    found = CliRunner().invoke(bench, asked)
-    result = json.loads(found.stdout)
+    asked += ["--device", "cpu", "--dtype", "float32"]
+    result = json.loads(CliRunner().invoke(bench, [*asked, "--quantization", "fp8"]).stdout)
     assert [(check["name"], check["bound"]) for check in result["checks"]] == [
         ("wrong_tensors", "<= 0"),
         ("peak_beside_in_shards", "<= 1.2"),
@@ -422,9 +421,18 @@ def test_bench_load_reads_what_it_wrote(tmp_path):
         assert row["gb_per_second"] == pytest.approx(row["bytes"] / 1e9 / row["seconds"][0])
     files = FolderCheckpoint(tmp_path / "shards").files()
     assert len(files) >= 4
+    eight = json.loads(CliRunner().invoke(bench, [*asked, "--stored", "float8_e4m3fn", "--cold"]).stdout)
+    assert (list(eight["results"]), eight["checks"][0]["ok"]) == (["as_stored"], True)
+    assert "files, cold" in eight["setting"]["workload"]
+
+
+def test_the_same_shards_are_not_written_again(tmp_path):
+    files = written_shards(tmp_path, tiny().config, torch.float32).files()
     written = [path.stat().st_mtime_ns for path in files]
-    assert "cold" in json.loads(CliRunner().invoke(bench, [*asked, "--cold"]).stdout)["setting"]["workload"]
-    assert [path.stat().st_mtime_ns for path in files] == written, "the same shards are not written again"
+    written_shards(tmp_path, tiny().config, torch.float32)
+    assert [path.stat().st_mtime_ns for path in files] == written
+    others = written_shards(tmp_path, tiny(hidden_size=32).config, torch.float32).files()
+    assert others[0].stat().st_mtime_ns != written[0]
 
 
 @pytest.mark.parametrize(
