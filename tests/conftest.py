@@ -82,12 +82,14 @@ def pytest_sessionfinish(session):
     """What is frozen would never be freed, and bindings that count their objects complain at the exit."""
     gc.unfreeze()
     if SHARES_THE_MACHINE:
-        session.config.workeroutput["counts"] = dict(counts.COUNTS)
+        session.config.workeroutput |= {"counts": dict(counts.COUNTS), "said": counts.SAID}
 
 
 def pytest_testnodedown(node):
-    """A worker has ended: what it counted joins the others'."""
-    counts.COUNTS.update(getattr(node, "workeroutput", {}).get("counts", {}))
+    """A worker has ended: what it counted and said joins the others'."""
+    output = getattr(node, "workeroutput", {})
+    counts.COUNTS.update(output.get("counts", {}))
+    counts.SAID += output.get("said", [])
 
 
 def pytest_terminal_summary(terminalreporter):

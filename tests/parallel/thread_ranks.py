@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
-PATIENCE = 20.0
+PATIENCE = 240.0
 
 
 class ThreadRanks:

@@ -143,8 +143,6 @@ def test_a_notebook_of_the_course_runs_and_its_widgets_step_play_pause_and_say_w
     for kind in ("error", "stderr"):
         assert notebook.page.locator(f"[data-mime-type='application/vnd.jupyter.{kind}']").all_inner_texts() == []
     prompts = notebook.cells.locator(".jp-InputArea-prompt").all_inner_texts()
-    notebook.save()
-    assert_checks_say_right(nbformat.read(notebook.path, as_version=4))
     widgets = widgets_of(notebook)
     assert len(widgets) == WIDGETS[notebook.name]
     for number, widget in enumerate(widgets):
@@ -157,6 +155,8 @@ def test_a_notebook_of_the_course_runs_and_its_widgets_step_play_pause_and_say_w
             widget.click("Light or dark")
         widget.has("data-theme", "light")
     assert notebook.cells.locator(".jp-InputArea-prompt").all_inner_texts() == prompts, "no cell ran again"
+    notebook.save()
+    assert_checks_say_right(nbformat.read(notebook.path, as_version=4))
 
 
 @pytest.mark.parametrize("notebook", ["04_continuous_batching"], indirect=True)
