@@ -69,7 +69,7 @@ def cut(num_tokens: int, num_rows: int, in_features: int) -> Cut:
 
 
 @triton.jit
-def _rows_of(out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def rows_of(out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Which rows of the weight are this program's, and which of them exist. [ROWS] each.
 
     With ``GATED`` the matrix has twice ``out_features`` rows, gate's first; a program takes pairs, side by side.
@@ -84,7 +84,7 @@ def _rows_of(out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr) -
 
 
 @triton.jit
-def _all_parts(sums: tl.tensor, parts: tl.tensor, arrivals: tl.tensor, SPLITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def all_parts(sums: tl.tensor, parts: tl.tensor, arrivals: tl.tensor, SPLITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Leave this program's sums in memory; the last program of a tile gets the whole, the others False."""
     ROWS: tl.constexpr = sums.shape[0]
     TOKENS: tl.constexpr = sums.shape[1]
@@ -125,7 +125,7 @@ def fp8_linear_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Tokens ``program_id(0) · TOKENS …`` times rows ``program_id(1) · ROWS …``, part ``program_id(2)`` of the columns."""
-    row, inside = _rows_of(out_features, GATED, ROWS)
+    row, inside = rows_of(out_features, GATED, ROWS)
     rows = weight + row.to(tl.int64) * weight_stride
     each = tl.cdiv(in_features, SPLITS * COLUMNS) * COLUMNS
     first = tl.program_id(2) * each
@@ -145,7 +145,7 @@ def fp8_linear_kernel(
         sums = tl.dot(tile, tl.trans(number), sums)
     last = True
     if SPLITS > 1:
-        sums, last = _all_parts(sums, parts, arrivals, SPLITS)
+        sums, last = all_parts(sums, parts, arrivals, SPLITS)
     if last:
         product = sums * scale[:, None] * tl.load(scales + token, mask=there, other=0.0)[None, :]
         if GATED:

@@ -16,6 +16,7 @@ TRITON_NAMES = {
     torch.bfloat16: "bf16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.int16: "i16",
     torch.float8_e4m3fn: "fp8e4nv",
 }
 """How Triton's signatures name a dtype."""

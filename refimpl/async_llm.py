@@ -25,11 +25,12 @@ from refimpl.outputs import RequestOutput
 from refimpl.sampling_params import SamplingParams
 from refimpl.step_thread import Mailbox, StepThread
 from refimpl.tokenizer.tokenizer import Message, Tokenizer
+from refimpl.watchdog import PATIENCE
 
 T = TypeVar("T")
 
 LONG_TEXT = 20_000
-"""Characters beyond which a text is tokenised in a thread: in the event loop it would hold up everybody else."""
+"""Characters or token ids beyond which a prompt is prepared in a thread: in the event loop it would hold up all others."""
 
 
 class RequestStream:
@@ -229,7 +230,7 @@ class AsyncLLM:
     ) -> RequestStream:
         chosen = self._new_id() if request_id is None else request_id
         params = SamplingParams() if params is None else params
-        long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
+        long = isinstance(prompt, str | list) and len(prompt) > LONG_TEXT
         stream = RequestStream(self, self._thread, chosen)
         return stream.prepare_with(lambda: self.engine.prepare(chosen, prompt, params, **options), later=long)
 
@@ -292,6 +293,12 @@ class AsyncLLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
+
+    def trouble(self, patience: float = PATIENCE) -> str | None:
+        """Why nothing comes of requests, in a sentence: the engine has ended, or has been in one step for too many seconds.
+        None while all is well. Any thread may ask, and is answered at once.
+        """
+        return self._thread.trouble(patience)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Have a function run in the engine's thread between two steps."""

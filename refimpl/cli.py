@@ -1,4 +1,4 @@
-"""The command line: ``refimpl generate | chat | pull | lab | doctor | simulate | bench | speculate``.
+"""The command line: ``refimpl generate | chat | serve | pull | lab | doctor | simulate | bench | speculate``.
 
 Importing this file, and ``refimpl --help``, import no torch: each command loads what it needs when it runs.
 """
@@ -22,6 +22,7 @@ from refimpl.cli_simulate import NOT_SIMULATED, simulate
 from refimpl.config import EngineArgs
 from refimpl.doctor.command import doctor
 from refimpl.errors import RefimplError
+from refimpl.server.command import serve
 from refimpl.speculate.commands import speculate
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(speculate, name="speculate")
 app.command("chat")(chat_command)
+app.command("serve")(serve)
 app.command("doctor")(doctor)
 app.command("simulate")(with_engine_options(simulate, but=NOT_SIMULATED))
 

@@ -35,6 +35,14 @@ def with_engine_options(command: Command, but: Collection[str] = ()) -> Command:
     return _with_options(command, "engine_options", engine, merge_flags)
 
 
+def with_fields(kind: type, argument: str, panel: str) -> Callable[[Command], Command]:
+    """Add an option for each field of a dataclass, with its help, to a command that takes them as a dict in one argument."""
+    types = get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    options = [_option(one.name, types[one.name], one.default, one.metadata["help"], panel) for one in fields]
+    return lambda command: _with_options(command, argument, options)
+
+
 SAMPLING: dict[str, tuple[Any, Any, str]] = {
     "max_tokens": (int, 16, "Most tokens to generate for each."),
     "min_tokens": (int, 0, "Nothing ends a text before so many tokens."),

@@ -28,7 +28,7 @@ ONE_OF = {
     "all_reduce": ("auto", "one_shot", "two_shot"),
 }
 """Options that are one of a few names."""
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("awq", "fp8", "gptq")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash_attn")
 
 
@@ -81,7 +81,9 @@ class EngineArgs:
     load_format: str = _option("auto", "auto (by the file) or dummy (random, seeded weights in the model's shape).")
     dtype: str = _option("auto", f"{', '.join(DTYPES)}. auto: bfloat16 where the device computes in it, else float16/32.")
     quantization: str | None = _option(
-        None, "fp8: the layers' matrices in FP8, quantised as they are loaded; default: all weights in dtype."
+        None,
+        "awq, fp8 or gptq: the layers' matrices in 4 bits or in FP8, rounded as they are loaded from one in 16 bits; "
+        " default: as the checkpoint has them.",
     )
     device: str = _option("auto", "auto, cpu or cuda (cuda:1, …).")
     tensor_parallel_size: int = _option(1, "Ranks that hold the model together, a GPU or a CPU process each.")
@@ -168,7 +170,8 @@ class EngineArgs:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise ConfigError(
-                f"quantization is {self.quantization!r}; it must be {', '.join(QUANTIZATIONS)}, or None (weights in dtype)"
+                f"quantization is {self.quantization!r}; it must be {', '.join(QUANTIZATIONS)}, or None (as the "
+                "checkpoint is: quantised, or in dtype)"
             )
         if self.logits_hook is not None and not callable(self.logits_hook):
             raise ConfigError(f"logits_hook is {self.logits_hook!r}; it must be None or a callable (token_ids, logits)")

@@ -16,6 +16,7 @@
     │   └── PrefixIndexError      a prefix index found what is not there, or gave back what is in use
     └── RequestError           one request is wrong; the engine and the other requests go on
         ├── QueueFullError        max_num_queued_reqs wait already; come again later
+        ├── AbortedError          somebody else ended it while its reader waited
         ├── SamplingParamsError   a sampling parameter is out of its range
         └── PromptError           the prompt is empty, too long, or has ids outside the vocabulary
 
@@ -111,6 +112,10 @@ class SamplingParamsError(RequestError):
 
 class PromptError(RequestError):
     """The prompt is empty, too long for the model or the cache, or holds ids outside the vocabulary."""
+
+
+class AbortedError(RequestError):
+    """The request was aborted while a reader of :class:`refimpl.AsyncLLM` waited for it. Nothing was wrong with it."""
 
 
 class QueueFullError(RequestError):

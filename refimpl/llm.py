@@ -16,7 +16,7 @@ from refimpl.beam_params import BeamSearchParams
 from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
-from refimpl.errors import RequestError
+from refimpl.errors import AbortedError, RequestError
 from refimpl.interrupts import GenerationInterrupted, interrupts_between_steps
 from refimpl.memory_report import MemoryReport
 from refimpl.outputs import RequestOutput
@@ -200,7 +200,7 @@ class LLM:
                     num_aborted = self.engine.num_aborted
                     for request_id in wanted - outputs.keys():
                         if not self.engine.is_unfinished(request_id):
-                            raise RequestError(
+                            raise AbortedError(
                                 f"request {request_id!r} was aborted while this call waited for it",
                                 request_id=request_id,
                             )

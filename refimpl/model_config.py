@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from refimpl.quantization_config import QuantizationConfig
 from refimpl.rope_config import RopeConfig
 
 
@@ -41,6 +42,8 @@ class ModelConfig:
     """Whether the queries and the keys of each head are normed before they are turned."""
     windows: tuple[int | None, ...] = ()
     """For each layer, how many tokens one attends to, itself the last of them; None: all. Empty: no layer has a window."""
+    quantization: QuantizationConfig | None = field(default=None, repr=False)
+    """How the checkpoint's weights are quantised. Not in the repr: that of a shape is hashed, and told in results."""
 
     @property
     def num_parameters(self) -> int:

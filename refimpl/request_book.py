@@ -28,6 +28,10 @@ class RequestBook:
         """The unfinished request of an id."""
         return self._unfinished.get(request_id)
 
+    def finished(self, request_id: str) -> Request | None:
+        """The request of an id that ended, if it is one of the last."""
+        return self._finished.get(request_id)
+
     def only_unfinished(self, requests: Iterable[Request]) -> list[Request]:
         """Those of some requests of which more may come."""
         unfinished = self._unfinished

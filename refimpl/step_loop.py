@@ -19,6 +19,9 @@ from refimpl.step_pace import StepPace
 
 log = logging.getLogger(__name__)
 
+STEP_FAILED = "the step failed"
+"""How the ``stop_reason`` of a sequence begins that ended because its step could not be computed."""
+
 
 class _InFlight(msgspec.Struct, frozen=True, gc=False):
     """A step that was submitted and whose tokens are not taken in yet."""
@@ -141,7 +144,7 @@ class StepLoop:
         for request in dict.fromkeys(sequence.request for sequence in doomed):
             alive = [sequence for sequence in request.sequences if not sequence.finished]
             for sequence in alive:
-                sequence.stop_reason = f"the step failed: {error!r}"
+                sequence.stop_reason = f"{STEP_FAILED}: {error!r}"
             self.scheduler.abort(request, "error")
             ended += alive
         self.scheduler.drop_all_swapped()

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from refimpl.engine import Engine
-from refimpl.errors import EngineFailedError, RefimplError, RequestError
+from refimpl.errors import AbortedError, EngineFailedError, RefimplError
 from refimpl.intake import PreparedRequest
 from refimpl.outputs import RequestOutput
 from refimpl.watchdog import PATIENCE, Watchdog
@@ -146,6 +146,13 @@ class StepThread:
 
         self.post(command)
 
+    def trouble(self, patience: float) -> str | None:
+        """Why nothing comes of requests, in a sentence: it has ended, or one step has taken longer than so many seconds."""
+        if not self._thread.is_alive():
+            return "its thread has ended"
+        seconds = self._watchdog.seconds_in_step
+        return f"it has been in one step for {seconds:.0f} s" if seconds > patience else None
+
     def begin_to_close(self) -> Future[None]:
         """Have the thread end after the step at hand and close the engine; the future is done when it has."""
         with self._changed:
@@ -245,7 +252,7 @@ class StepThread:
             return
         self._num_aborted = self.engine.num_aborted
         for request_id in [one for one in self._mailboxes if not self.engine.is_unfinished(one)]:
-            error = RequestError(f"request {request_id!r} was aborted while somebody waited for it", request_id=request_id)
+            error = AbortedError(f"request {request_id!r} was aborted while somebody waited for it", request_id=request_id)
             self._fail(self._mailboxes.pop(request_id), error)
 
     def _fail_all(self, error: BaseException) -> None:

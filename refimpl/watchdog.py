@@ -42,6 +42,12 @@ class Watchdog:
         """It ended."""
         self._since = None
 
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the step at hand takes already; 0 between steps. Any thread may ask."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self) -> None:
         """End the thread."""
         with self._changed:

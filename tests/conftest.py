@@ -28,12 +28,16 @@ LONGEST = [
     "test_notebooks_in_browser",
     "test_aot",
     "test_browser",
+    "test_identity",
     "test_parity",
     "test_cuda_graphs",
-    "test_bench",
+    "test_cli",
     "test_specs",
     "test_drafts_in_engine",
+    "test_bench",
     "test_sampling_in_engine",
+    "test_beam_search",
+    "test_readme",
 ]
 """Files that take half a minute and more. They begin: at the end one worker would be at them, and the others idle."""
 

@@ -9,6 +9,7 @@ import torch
 from refimpl import LLM, BeamSearchParams, SamplingParams
 from refimpl.beam_group import BeamGroup, StopIds
 
+pytestmark = pytest.mark.timeout(900)  # under half a minute each alone; the machine may be shared
 NEW_TOKENS = 64
 MARGIN = 1e-3
 """Where transformers' two largest logits are closer than this, rounding decides which is the argmax: a tie."""
@@ -164,7 +165,6 @@ def smallest_margin(model, prompt, width):
     return smallest
 
 
-@pytest.mark.timeout(900)  # under half a minute alone; the machine may be shared
 def test_beam_search_finds_the_hypotheses_and_scores_of_transformers(reference, searched, short_prompts, outputs):
     """Rounding may decide between continuations that are a thousandth apart, and then finds others from there on."""
     ties, unlike_greedy = [], 0
@@ -182,7 +182,6 @@ def test_beam_search_finds_the_hypotheses_and_scores_of_transformers(reference, 
     assert unlike_greedy >= 7
 
 
-@pytest.mark.timeout(900)  # under half a minute alone; the machine may be shared
 def test_beams_end_with_stop_strings_where_those_of_transformers_do(reference, searched, short_prompts, smollm2):
     from transformers import AutoTokenizer
 

@@ -35,10 +35,11 @@ small = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 12, "block_siz
 swap = {"swap_space": 0.001, "preemption_mode": "swap"}
 naive = {"enable_kv_cache": False, "max_num_batched_tokens": 64}
 drafts = {"speculative_config": {"model": "tiny", "num_speculative_tokens": 2, "adaptive": False}}
-fp8 = {"quantization": "fp8"}
+fp8, awq = {"quantization": "fp8"}, {"quantization": "awq", "dtype": "bfloat16"}
 config = dataclasses.replace(tiny().config, qkv_bias=True, mlp_bias=True, output_bias=True, qk_norm=True, windows=(None, 6))
 others = {"model": ShapeCheckpoint("other families'", config), "load_format": "dummy"}
-for options in ({"dtype": "float64"}, {"dtype": "bfloat16"}, fp8, naive, {"async_scheduling": True}, swap, drafts, others):
+overlapped = {"async_scheduling": True}
+for options in ({"dtype": "float64"}, {"dtype": "bfloat16"}, fp8, awq, naive, overlapped, swap, drafts, others):
     with LLM(**({"model": "tiny"} | small | options)) as llm:
         outputs = llm.generate([[1, 2, 3], [7] * 30, [5], [6, 7], [8, 9]], every, use_tqdm=False)
         assert [output.outputs[0].finish_reason in ("stop", "length") for output in outputs] == [True] * 5

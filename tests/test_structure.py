@@ -20,6 +20,7 @@ LAYERS = [
         "errors",
         "shapes",
         "rope_config",
+        "quantization_config",
         "model_config",
         "model_shares",
         "speculative_config",

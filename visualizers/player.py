@@ -78,7 +78,7 @@ class Player:
         with self._lock:
             log_ = self._log()
             if log_ is not None:
-                new = _newer(log_, self.history.records[-1].step if len(self.history) else -1)
+                new = newer_records(log_, self.history.records[-1].step if len(self.history) else -1)
                 if new and len(self.history) and len(new) == log_.records.maxlen:
                     self.history = History(log_)
                 else:
@@ -227,8 +227,8 @@ def pause_after(used: float, took: float) -> float:
     return max(0.0, min(1 / FEWEST_FRAMES, max(1 / MOST_FRAMES, used / SHARE)) - min(took, 1 / MOST_FRAMES))
 
 
-def _newer(log_: EventLog, step: int) -> list[StepRecord]:
-    """Records of later steps, from the log's end on: what was there before is not looked at again."""
+def newer_records(log_: EventLog, step: int) -> list[StepRecord]:
+    """Records of later steps, looked for from the log's end on: what was there before is not looked at again."""
     for _ in range(TRIES):
         try:
             found = list(takewhile(lambda record: record.step > step, reversed(log_.records)))

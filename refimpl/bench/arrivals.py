@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from itertools import accumulate, takewhile
 
 from refimpl.errors import ConfigError
 
@@ -30,7 +31,7 @@ def arrival_times(rate: float, seconds: float, seed: int, burstiness: float = 1.
     for name, value in (("the rate", rate), ("seconds", seconds), ("burstiness", burstiness)):
         if not 0 < value < math.inf:
             raise ConfigError(f"{name} is {value:g}; it must be a number above 0")
-    times = list(_until(seconds, rate, seed, burstiness))
+    times = list(takewhile(lambda at: at <= seconds, accumulate(gaps(rate, seed, burstiness))))
     if not times:
         raise ConfigError(
             f"nobody comes within {seconds:g} seconds at {rate:g} requests a second with seed {seed}; measure for longer, "
@@ -39,9 +40,8 @@ def arrival_times(rate: float, seconds: float, seed: int, burstiness: float = 1.
     return times
 
 
-def _until(seconds: float, rate: float, seed: int, burstiness: float) -> Iterator[float]:
+def gaps(rate: float, seed: int, burstiness: float = 1.0) -> Iterator[float]:
+    """The seconds before each arrival, without end."""
     drawn = random.Random(seed)  # noqa: S311 - a workload, no secret
-    at = drawn.gammavariate(burstiness, 1 / (rate * burstiness))
-    while at <= seconds:
-        yield at
-        at += drawn.gammavariate(burstiness, 1 / (rate * burstiness))
+    while True:
+        yield drawn.gammavariate(burstiness, 1 / (rate * burstiness))

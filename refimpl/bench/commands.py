@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from refimpl.bench import gpu_commands as gpu_commands  # adds commands of its own
+from refimpl.bench import serve_command as serve_command
 from refimpl.bench import speculation_command as speculation_command
 from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save
 from refimpl.bench.app import bench as bench

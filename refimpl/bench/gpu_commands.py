@@ -66,7 +66,7 @@ def serve_sim(
 
     given: dict[str, Any] = {} if arrival_seed is None else {"seed": arrival_seed}
     pattern = Pattern(_numbers(request_rate), seconds, burstiness=burstiness, scale=scale, trace=trace, **given)
-    report_result(run(engine_options, pattern, model_config, _limits(goodput), max_minutes), as_json, save)
+    report_result(run(engine_options, pattern, model_config, limits_of(goodput), max_minutes), as_json, save)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise ConfigError(f"request_rate is {text!r}; give numbers by commas, such as 10,20,30") from error
 
 
-def _limits(text: str) -> tuple[float, float]:
+def limits_of(text: str) -> tuple[float, float]:
     """Seconds of ``ttft:MS,tpot:MS``."""
     try:
         given = {name: float(number) / 1e3 for name, number in (part.split(":") for part in text.split(","))}

@@ -1,4 +1,6 @@
-"""What the kernels' figures are held to: the memory's ceiling, a copy's, and FlashAttention's where that is beside them."""
+"""What the kernels' figures are held to: the memory's ceiling, a copy's, FlashAttention's and a library's
+where they are beside them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ MOVERS = frozenset(
 MOVED = 6 * 10**7
 """Bytes from which on they are held against a copy of as many bytes: less than the keys of 8,192 tokens."""
 
+IN_4_BITS = frozenset(["awq_linear"])
+"""Kernels that are measured beside a library's product with weights in 16 bits."""
+LARGE_MATRICES = ((57344, 8192), (8192, 28672))
+"""(outputs, inputs) of Llama-3-70B's feed-forward, which the checks of 4-bit weights are about."""
+
 
 def checks_of(rows: list[dict[str, Any]]) -> list[Check]:
     """The checks for which there are rows."""
     copied = [row["copy_microseconds"] / row["microseconds"] for row in rows if "copy_microseconds" in row]
     moving = [check("moving_kernels_over_copy", min(copied), ">=", 0.9)] if copied else []
-    return _attention_checks(rows) + _peer_checks([row for row in rows if "peer_microseconds" in row]) + moving
+    peers = _peer_checks([row for row in rows if "peer_microseconds" in row])
+    return _attention_checks(rows) + peers + moving + _four_bit_checks(rows)
 
 
 def _attention_checks(rows: list[dict[str, Any]]) -> list[Check]:
@@ -44,6 +52,24 @@ def _attention_checks(rows: list[dict[str, Any]]) -> list[Check]:
         shape = row["shape"]
         if row["kernel"] == "flash_attention" and (shape["n"], shape["L"], shape["Hkv"]) == (16384, 16384, 8):
             found.append(check("prefill_tflops", row["flops"] / row["microseconds"] / 1e6, ">=", 400))
+    return found
+
+
+def _four_bit_checks(rows: list[dict[str, Any]]) -> list[Check]:
+    """Shares of what the memory allows, and times of a library's product in 16 bits over ours."""
+    large = [
+        row
+        for row in rows
+        if row["kernel"] in IN_4_BITS and (row["shape"]["out_features"], row["shape"]["in_features"]) in LARGE_MATRICES
+    ]
+    found = []
+    for tokens, share, times in ((1, 0.75, 2.8), (16, 0.65, None)):
+        those = [row for row in large if row["shape"]["T"] == tokens]
+        if those:
+            found.append(check(f"four_bits_share_{tokens}", min(row["share"] for row in those), ">=", share))
+        if those and times is not None:
+            faster = min(row["library_microseconds"] / row["microseconds"] for row in those)
+            found.append(check(f"four_bits_over_16_{tokens}", faster, ">=", times))
     return found
 
 

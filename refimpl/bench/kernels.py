@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from refimpl.bench.kernel_checks import MOVED, MOVERS, checks_of
+from refimpl.bench.kernel_checks import IN_4_BITS, MOVED, MOVERS, checks_of
 from refimpl.bench.peer_attention import ATTENTION, FlashAttentionPeer
 from refimpl.bench.result import Result, setting, workload_hash
 from refimpl.errors import ConfigError
@@ -88,6 +88,8 @@ def measure(
     beside = {}
     if spec.name in MOVERS and moved >= MOVED:
         beside["copy_microseconds"] = time_copies(moved, len(copies), device, repeats)
+    if spec.name in IN_4_BITS:
+        beside["library_microseconds"] = time_product(shape, dtype, device, repeats)
     if peer and spec.name in ATTENTION and peer.takes(copies[0]):
         beside["peer_microseconds"] = time_launches([peer.launching(case) for case in copies], repeats)
     bound = max(moved / ceilings["bytes_per_second"], flops / ceilings["flops_per_second"]) * 1e6
@@ -153,6 +155,15 @@ def time_copies(size: int, copies: int, device: torch.device, repeats: int) -> f
     """Microseconds of reading and writing ``size`` bytes in all, by a kernel that only copies; in turn so many pairs."""
     pairs = [[torch.ones(size // 8, device=device) for _ in range(2)] for _ in range(max(2, copies))]
     return time_launches([partial(torch.mul, source, 1.0, out=target) for source, target in pairs], repeats)
+
+
+def time_product(shape: Shape, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
+    """Microseconds of a library's product of the same sizes with weights in ``dtype``, which no cache holds."""
+    out_features, in_features = shape["out_features"], shape["in_features"]
+    x = torch.randn(shape["T"], in_features, device=device).to(dtype)
+    copies = max(1, min(MOST_COPIES, 2 * _cache_bytes(device) // max(1, out_features * in_features * dtype.itemsize)))
+    weights = [torch.full((out_features, in_features), 0.02, dtype=dtype, device=device) for _ in range(copies)]
+    return time_launches([partial(torch.nn.functional.linear, x, weight) for weight in weights], repeats)
 
 
 def measure_ceilings(device: torch.device, repeats: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from refimpl.bench.report_serving import idle_table, serve_sim_table, startup_table
+from refimpl.bench.report_serving import idle_table, serve_sim_table, serve_table, startup_table
 from refimpl.bench.report_speculation import speculation_table
 from refimpl.errors import RefimplError
 
@@ -25,6 +25,7 @@ COMMANDS = {
     "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
     "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
     "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
+    "offline_llama_3_70b_awq": "throughput --model-config llama-3-70b --quantization awq",
 }
 """What measures a topic, where it is not a command of its name."""
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -304,10 +305,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "widgets": _widgets,
     "offline_llama_3_8b_fp8": _offline,
     "offline_llama_3_70b_fp8": _offline,
+    "offline_llama_3_70b_awq": _offline,
     "kernels": _kernels,
     "offline": _offline,
     "speculation": lambda result: speculation_table(result) + caption(result),
     "speculation_shape": lambda result: speculation_table(result) + caption(result),
+    "serve": lambda result: serve_table(result) + caption(result),
     "serve_sim": lambda result: serve_sim_table(result) + caption(result),
     "startup": lambda result: startup_table(result) + caption(result),
     "idle": lambda result: idle_table(result) + caption(result),

@@ -32,6 +32,33 @@ def serve_sim_table(result: dict[str, Any]) -> str:
     return f"{head}{rows}\nRequests with the {kept}: {shown}.\n"
 
 
+def serve_table(result: dict[str, Any]) -> str:
+    """Percentiles of every row, as clients of a server saw them, and how late the generator was."""
+    shares = " / ".join(SHARES)
+    rows, told = "", ""
+    for name, row in result["results"].items():
+        if "not_measured" in row:
+            rows += f"| {name} | | | not measured: {row['not_measured']} | | | |\n"
+            continue
+        times = " | ".join(_milliseconds(row[figure]) for figure in ("ttft", "itl", "tpot", "e2e"))
+        rows += f"| {name} | {row['requests_per_second']:,.1f} | {row['output_tokens_per_second']:,.0f} | {times} |\n"
+        good, late = row["goodput"], row["generator"]
+        failed = ", ".join(f"{count:,} {kind}" for kind, count in row["errors"].items()) or "none"
+        told += (
+            f"{name}: {good['share']:.0%} of the requests had their first token within {1e3 * good['ttft']:,.0f} ms and "
+            f"took {1e3 * good['tpot']:,.0f} ms a token at most ({good['requests_per_second']:,.1f} a second); errors: "
+            f"{failed}; most at once: {row['most_in_flight']:,}. The generator sent {_milliseconds(late['sent_late'])} ms "
+            f"late, and woke up {_milliseconds(late['woken_late'])} ms late.\n"
+        )
+    head = (
+        f"{result['setting']['workload']}; ms, {shares}:\n\n"
+        "| arrivals a second | requests/s | output tokens/s | to the first token | between tokens | per output token "
+        "| whole |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    return f"{head}{rows}\n{told}"
+
+
 def _milliseconds(percentiles: dict[str, float]) -> str:
     return " / ".join(f"{1e3 * percentiles[name]:,.1f}" for name in SHARES) if percentiles else ""
 

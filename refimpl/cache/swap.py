@@ -50,6 +50,11 @@ class SwapSpace:
         return sequence_id in self._tables
 
     @property
+    def num_swapped(self) -> int:
+        """Sequences that are swapped out."""
+        return len(self._tables)
+
+    @property
     def num_free(self) -> int:
         """Host blocks that nobody uses."""
         return len(self._free)

@@ -18,7 +18,7 @@ from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.hub import hub_cache, hub_folder_if_cached
 from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached
 from refimpl.model_shares import fits, share_of, sizes_that_fit
-from refimpl.quantization.choose import choose_method, why_not_fp8
+from refimpl.quantization.choose import choose_method, fits_widened
 from refimpl.quantization.method import weight_bytes
 
 
@@ -61,14 +61,19 @@ def check_model(args: EngineArgs, device: Any, dtype: Any) -> list[Finding]:
         config = checkpoint.config
     except RefimplError as error:
         return [Finding("models", name, "cannot be run", "error", str(error))]
-    if device is None or (args.quantization is not None and why_not_fp8(device)):
+    if device is None:
         return []
     size = args.tensor_parallel_size
     if not fits(config, size):
         return [_ranks(args, config, device)]
     share = share_of(config, size)
-    weights = weight_bytes(share, choose_method(args.quantization, device), dtype.itemsize)
-    held = str(dtype)[6:] if args.quantization is None else f"{args.quantization} and {str(dtype)[6:]}"
+    try:
+        widens = fits_widened(share, dtype, free_host_memory() // size)
+        method = choose_method(args.quantization, device, config, widens, size)
+    except RefimplError as error:
+        return [Finding("models", name, "cannot be run", "error", str(error))]
+    weights = weight_bytes(share, method, dtype.itemsize)
+    held = f"{method.name} and {str(dtype)[6:]}" if method.name else str(dtype)[6:]
     on_each = "" if size == 1 else f" on each of {size} ranks"
     about = f"{config.num_parameters / 1e6:,.1f} million weights, {weights / GIB:.2f} GiB in {held}{on_each}"
     return [

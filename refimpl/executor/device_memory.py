@@ -40,6 +40,16 @@ class Grows(msgspec.Struct, frozen=True):
         return round(self.fixed + self.each * count)
 
 
+class Quantised(msgspec.Struct, frozen=True):
+    """What the weights would take by another method."""
+
+    method: str
+    """As ``EngineArgs.quantization`` names it."""
+    weights: int
+    of_any_dtype: int
+    """The part that is quantised."""
+
+
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What a GPU held, what an engine needs on it, and the settings that this hangs on. Bytes."""
 
@@ -51,8 +61,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights: int
     weights_of_any_dtype: int = 0
     """Of them, what is quantised, and would be the same in another dtype."""
-    weights_in_fp8: tuple[int, int] = (0, 0)
-    """Both with ``quantization="fp8"``; zeros where it is on already, or the device has none."""
+    smaller: tuple[Quantised, ...] = ()
+    """Methods that the device has, and that are not on: the mildest first."""
     libraries: int = 0
     """Compiled kernels and the workspaces of libraries, once they have run."""
     activations: Grows = Grows()
@@ -204,8 +214,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
         yield f"block_size={2 * self.block_size}", self.in_blocks_of(2 * self.block_size)
         if self.bytes_per_value > 2:
             yield "dtype of 16 bits", self.in_16_bits()
-        if self.weights_in_fp8[0]:
-            yield "quantization=fp8", self.in_fp8()
+        for other in self.smaller:
+            yield f"quantization={other.method}", self.quantised(other)
 
     def with_(self, **settings: object) -> DeviceMemory:
         """The same engine with other settings."""
@@ -218,19 +228,21 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     def in_16_bits(self) -> DeviceMemory:
         """The same engine with weights, cache and activations of half or a quarter as many bytes."""
         times, quantised = self.bytes_per_value // 2, self.weights_of_any_dtype
-        fp8, fp8_quantised = self.weights_in_fp8
+        smaller = (
+            msgspec.structs.replace(other, weights=other.of_any_dtype + (other.weights - other.of_any_dtype) // times)
+            for other in self.smaller
+        )
         return self.with_(
             weights=quantised + (self.weights - quantised) // times,
-            weights_in_fp8=(fp8_quantised + (fp8 - fp8_quantised) // times, fp8_quantised),
+            smaller=tuple(smaller),
             block_bytes=self.block_bytes // times,
             activations=Grows(self.activations.fixed / times, self.activations.each / times),
             bytes_per_value=2,
         )
 
-    def in_fp8(self) -> DeviceMemory:
-        """The same engine with its layers' matrices in FP8; what a step takes beside is left as it is."""
-        weights, quantised = self.weights_in_fp8
-        return self.with_(weights=weights, weights_of_any_dtype=quantised, weights_in_fp8=(0, 0))
+    def quantised(self, other: Quantised) -> DeviceMemory:
+        """The same engine with its layers' matrices held by another method; what a step takes beside is left as it is."""
+        return self.with_(weights=other.weights, weights_of_any_dtype=other.of_any_dtype, smaller=())
 
 
 def gib(num_bytes: int) -> str:

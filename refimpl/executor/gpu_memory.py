@@ -11,14 +11,13 @@ import torch
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.executor import memory
 from refimpl.executor.cuda_graphs import DecodeGraphs
-from refimpl.executor.device_memory import DeviceMemory, Grows
+from refimpl.executor.device_memory import DeviceMemory, Grows, Quantised
 from refimpl.executor.mixed_graphs import MixedGraphs
 from refimpl.executor.trial import trial_runner, trial_step
 from refimpl.model_shares import share_if_it_fits, share_of
 from refimpl.models.llama import LlamaForCausalLM
-from refimpl.quantization.choose import choose_method, why_not_fp8
-from refimpl.quantization.method import bytes_of_any_dtype, weight_bytes
-from refimpl.quantization.plain import PLAIN
+from refimpl.quantization.choose import choose_method, methods_for
+from refimpl.quantization.method import LinearMethod, bytes_of_any_dtype, weight_bytes
 from refimpl.sampling_numbers import SamplingNumbers
 
 LEAST_TOKENS = 16
@@ -38,10 +37,10 @@ def before_loading(
     free, total = torch.cuda.mem_get_info(device)
     max_num_seqs, max_num_batched_tokens = args.step_limits()
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
-    method = choose_method(args.quantization, device)
+    method = choose_method(args.quantization, device, config, ranks=args.tensor_parallel_size)
     vocab_size, config = config.vocab_size, share_of(config, args.tensor_parallel_size)
     draft = None if draft is None else share_if_it_fits(draft, args.tensor_parallel_size)
-    drafts = 0 if draft is None else weight_bytes(draft, PLAIN, dtype.itemsize)
+    drafts = 0 if draft is None else weight_bytes(draft, choose_method(None, device, draft), dtype.itemsize)
     drafted = 0 if draft is None else memory.block_bytes(draft, args.block_size, dtype.itemsize)
     return DeviceMemory(
         total=total,
@@ -49,7 +48,7 @@ def before_loading(
         of_this_process=torch.cuda.memory_reserved(device),
         weights=weight_bytes(config, method, dtype.itemsize) + drafts,
         weights_of_any_dtype=bytes_of_any_dtype(config, method),
-        weights_in_fp8=_weights_in_fp8(args, config, dtype, device, drafts),
+        smaller=_smaller(method, config, dtype, device, drafts),
         activations=Grows() if given else Grows(each=memory.activation_bytes_per_token(config, dtype.itemsize)),
         vocab_size=vocab_size,
         block_bytes=memory.block_bytes(config, args.block_size, dtype.itemsize) + drafted,
@@ -63,13 +62,14 @@ def before_loading(
     )
 
 
-def _weights_in_fp8(
-    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, drafts: int
-) -> tuple[int, int]:
-    if args.quantization is not None or why_not_fp8(device):
-        return 0, 0
-    fp8 = choose_method("fp8", device)
-    return weight_bytes(config, fp8, dtype.itemsize) + drafts, bytes_of_any_dtype(config, fp8)
+def _smaller(
+    method: LinearMethod, config: ModelConfig, dtype: torch.dtype, device: torch.device, drafts: int
+) -> tuple[Quantised, ...]:
+    """What other methods would make of weights that are in 16 bits or more: those that the device and the sizes allow."""
+    return tuple(
+        Quantised(one.name, weight_bytes(config, one, dtype.itemsize) + drafts, bytes_of_any_dtype(config, one))
+        for one in ([] if method.name else methods_for(device, config))
+    )
 
 
 def with_weights(before: DeviceMemory, device: torch.device) -> DeviceMemory:

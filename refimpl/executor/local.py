@@ -14,7 +14,7 @@ import torch
 from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.cache.staged_blocks import staging_bytes
-from refimpl.config import GIB, EngineArgs
+from refimpl.config import GIB, EngineArgs, ModelConfig
 from refimpl.errors import OutOfMemoryError
 from refimpl.executor import gpu_memory, memory, memory_advice, serving, warm_up
 from refimpl.executor.cuda_graphs import graph_sizes
@@ -28,14 +28,14 @@ from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.preemption_costs import measure
 from refimpl.executor.stages import Stages
+from refimpl.executor.weights import held_in, method_of
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
 from refimpl.model_shares import share_if_it_fits, share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
-from refimpl.quantization.choose import choose_method
+from refimpl.quantization.choose import choose_method, methods_for
 from refimpl.quantization.method import weight_bytes
-from refimpl.quantization.plain import PLAIN
 from refimpl.ranks import ALONE, Ranks
 from refimpl.sampling.slots import SamplingSlots
 from refimpl.sampling_params import LogitsHooks
@@ -73,8 +73,8 @@ class LocalExecutor:
         self.device = resolve_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
-        self._method = choose_method(args.quantization, self.device)
         share = share_of(checkpoint.config, ranks.size)
+        self._method = method_of(args, checkpoint, share, self.device, self.dtype)
         self.weight_bytes = weight_bytes(share, self._method, self.dtype.itemsize)
         self.block_bytes = memory.block_bytes(share, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
@@ -105,13 +105,13 @@ class LocalExecutor:
         draft = open_draft_model(speculative, checkpoint, self._ranks)
         if draft is not None:
             share = share_if_it_fits(draft.config, self._ranks.size)
-            self.weight_bytes += weight_bytes(share, PLAIN, self.dtype.itemsize)
+            self.weight_bytes += self._draft_bytes(share, self.dtype.itemsize)
             self.block_bytes += memory.block_bytes(share, args.block_size, self.dtype.itemsize)
         if self.device.type == "cuda":
             drafts = None if draft is None else draft.config
             self.memory = gpu_memory.before_loading(args, checkpoint.config, self.dtype, self.device, drafts)
             told = checkpoint.name if draft is None else f"{checkpoint.name} with its draft model {draft.name}"
-            memory_advice.check_weights(self.memory, told, self._weights_in, str(self.device))
+            memory_advice.check_weights(self.memory, told, held_in(self._method, self.dtype), str(self.device))
         else:
             self._check_room_for_weights(checkpoint, draft)
         self._model = load_model(
@@ -133,7 +133,7 @@ class LocalExecutor:
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size, windowed)
         backend = choose_backend(args.attention_backend, setting)
         max_num_seqs, max_num_batched_tokens = args.step_limits()
-        served = serving.who_serves(args, setting)
+        served = serving.who_serves(args, setting, self._method.name)
         log.info("on %s: %s", self.device_name, serving.in_a_line(served))
         in_graphs, _ = serving.graphs_choice(args.attention_backend, setting, args.enforce_eager)
         self.graph_sizes = graph_sizes(max_num_seqs) if in_graphs else []
@@ -179,11 +179,9 @@ class LocalExecutor:
             self.drafting = make_drafting(speculative, args, self.runner)
         self.stages.end()
 
-    @property
-    def _weights_in(self) -> str:
-        """How the weights are held, for people."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self._method.name} (embeddings and output head in {dtype})" if self._method.name else dtype
+    def _draft_bytes(self, draft: ModelConfig, bytes_per_value: int) -> int:
+        """What a draft model takes, held as its checkpoint has it."""
+        return weight_bytes(draft, choose_method(None, self.device, draft), bytes_per_value)
 
     def _check_room_for_weights(self, checkpoint: Checkpoint, draft: Checkpoint | None) -> None:
         """Say before the loading, not minutes into it, that the weights alone are too large."""
@@ -192,28 +190,27 @@ class LocalExecutor:
             return
         config = share_of(checkpoint.config, self._ranks.size)
         drafts = None if draft is None else share_if_it_fits(draft.config, self._ranks.size)
-        dtype, fp8 = self.dtype.itemsize, choose_method("fp8", self.device)
+        dtype = self.dtype.itemsize
         said = f"{config.num_parameters / 1e9:.2f} billion weights"
         if draft is not None and drafts is not None:
             ours = weight_bytes(config, self._method, dtype)
             said += f" ({ours / GIB:.1f} GiB), and {draft.name}, its draft model, {drafts.num_parameters / 1e9:.2f}"
             said += f" ({(needed - ours) / GIB:.1f} GiB)"
-        smaller = {
-            "dtype=bfloat16": (self._method, 2),
-            "quantization=fp8": (fp8, dtype),
-            "quantization=fp8 with dtype=bfloat16": (fp8, 2),
-        }
+        smaller = {"dtype=bfloat16": (self._method, 2)}
+        for other in [] if self._method.name else methods_for(self.device, config):
+            smaller[f"quantization={other.name}"] = (other, dtype)
+            smaller[f"quantization={other.name} with dtype=bfloat16"] = (other, 2)
         for how, (method, size) in smaller.items():
             count = weight_bytes(config, method, size)
-            count += 0 if drafts is None else weight_bytes(drafts, PLAIN, size)
+            count += 0 if drafts is None else self._draft_bytes(drafts, size)
             if count <= free:
                 advice = f"{how} takes {count / GIB:.1f} GiB and fits"
                 break
         else:
             advice = "Use a smaller model" + ("" if draft is None else ", or none that drafts")
         raise OutOfMemoryError(
-            f"{checkpoint.name} has {said}, {needed / GIB:.1f} GiB in {self._weights_in}; {self.device} has "
-            f"{free / GIB:.1f} GiB free. {advice}, or use another device",
+            f"{checkpoint.name} has {said}, {needed / GIB:.1f} GiB in {held_in(self._method, self.dtype)}; {self.device} "
+            f"has {free / GIB:.1f} GiB free. {advice}, or use another device",
             needed=needed,
             free=free,
         )

@@ -77,8 +77,8 @@ def remedies(memory: DeviceMemory, least: int, shorten: bool = False) -> list[st
         found.append("enforce_eager=True")
     if memory.bytes_per_value > 2 and memory.in_16_bits().num_blocks >= least:
         found.append("dtype=bfloat16 or float16")
-    if memory.weights_in_fp8[0] and memory.in_fp8().num_blocks >= least:
-        found.append("quantization=fp8")
+    fitting = (other.method for other in memory.smaller if memory.quantised(other).num_blocks >= least)
+    found += [f"quantization={method}" for method in fitting][:1]
     return found
 
 
@@ -166,8 +166,8 @@ def check_weights(memory: DeviceMemory, name: str, dtype: str, device: str) -> N
     found = [] if needed > free else remedies(memory, 1)
     if needed > free and memory.bytes_per_value > 2 and memory.in_16_bits().weights <= free:
         found = [f"dtype=bfloat16 or float16 ({gib(memory.in_16_bits().weights)})"]
-    elif needed > free and 0 < memory.weights_in_fp8[0] <= free:
-        found = [f"quantization=fp8 ({gib(memory.weights_in_fp8[0])})"]
+    elif needed > free:
+        found = [f"quantization={one.method} ({gib(one.weights)})" for one in memory.smaller if one.weights <= free]
     if needed > free:
         said += f"It needs {gib(needed - free)} more. "
         advice = f"Use {found[0]}" if found else f"Use a smaller model or a larger GPU{_from_others(memory, 1)}"

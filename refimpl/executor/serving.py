@@ -10,6 +10,7 @@ from refimpl.attention.backend import RecordsPrompts
 from refimpl.config import EngineArgs
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.mixed_graphs import mixed_sizes, recorded_sets
+from refimpl.kernels.awq_reference import most_tokens
 from refimpl.kernels.by_triton import obstacle
 
 
@@ -21,15 +22,18 @@ class Served(NamedTuple):
     why: str
 
 
-def who_serves(args: EngineArgs, setting: Setting) -> list[Served]:
-    """Every operation that has more than one way to be computed."""
+def who_serves(args: EngineArgs, setting: Setting, quantization: str | None = None) -> list[Served]:
+    """Every operation that has more than one way to be computed.
+
+    ``quantization`` is the method that the weights are held by, where a checkpoint decides; else the option's counts.
+    """
     rest = obstacle(setting.device, setting.dtype)
     by, why = ("torch", rest) if rest else ("Triton kernels", f"sm_{setting.capability}")
     return [
         *_attention(args.attention_backend, setting),
         Served("norms, rotary embedding, SwiGLU", by, why),
         Served("sampling", by, why),
-        *_fp8(args.quantization, setting, rest),
+        *_quantised(quantization or args.quantization, setting, rest),
         *_graphs(args.attention_backend, setting, args.enforce_eager, args.step_limits()),
     ]
 
@@ -120,9 +124,11 @@ def _graphs(
     )
 
 
-def _fp8(quantization: str | None, setting: Setting, obstacle_to_kernels: str) -> list[Served]:
+def _quantised(quantization: str | None, setting: Setting, obstacle_to_kernels: str) -> list[Served]:
     if quantization is None:
         return []
+    if quantization != "fp8":
+        return _in_4_bits(setting, obstacle_to_kernels)
     if setting.device.type != "cuda":
         why = "slow: a CPU has no FP8 arithmetic, so each product widens its weights"
         return [Served("products of FP8 weights", "torch", why)]
@@ -130,3 +136,16 @@ def _fp8(quantization: str | None, setting: Setting, obstacle_to_kernels: str) -
         return [Served("products of FP8 weights", "torch, on widened weights", obstacle_to_kernels)]
     by = "kernel fp8_linear up to 64 or 128 tokens, torch._scaled_mm beyond"
     return [Served("products of FP8 weights", by, f"sm_{setting.capability}")]
+
+
+def _in_4_bits(setting: Setting, obstacle_to_kernels: str) -> list[Served]:
+    operation = "products of 4-bit weights"
+    if setting.device.type != "cuda":
+        why = "a CPU has none of 4 bits: weights are widened to dtype, once where memory allows, else for each product"
+        return [Served(operation, "torch, on widened weights", why)]
+    if obstacle_to_kernels:
+        return [Served(operation, "torch, on weights widened for each product", obstacle_to_kernels)]
+    by = "a library's, with weights written out"
+    if setting.dtype.itemsize == 2:
+        by = f"kernel awq_linear up to {most_tokens(setting.capability)} tokens, beyond {by} in 16 bits"
+    return [Served(operation, by, f"sm_{setting.capability}")]

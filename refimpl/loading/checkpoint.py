@@ -18,14 +18,16 @@ from refimpl.loading.dummy import fill_with_random
 from refimpl.loading.folder import FolderCheckpoint
 from refimpl.loading.gguf import GGUFCheckpoint
 from refimpl.loading.hub import hub_checkpoint_folder
+from refimpl.loading.left_out import leave_out
 from refimpl.loading.progress import LoadingProgress
 from refimpl.loading.pull import EMBEDDED_MODEL, embedded_checkpoint_folder
 from refimpl.model_shares import share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.models.registry import build_model
 from refimpl.models.tiny import tiny
+from refimpl.quantization.choose import choose_method
 from refimpl.quantization.method import Destination, LinearMethod, fill, weight_bytes
-from refimpl.quantization.plain import PLAIN
+from refimpl.quantization.stored import has_its_shape, is_optional, stored_views, wanted_dtype
 from refimpl.ranks import ALONE, Ranks
 from refimpl.tokenizer.tokenizer import Tokenizer
 
@@ -103,8 +105,8 @@ def _checked_object(model: Any) -> Checkpoint:
     return checkpoint
 
 
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Tensors that old checkpoints carry and that are worked out instead."""
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.[kv]_scale$|\.[kv]_proj\.output_scale$")
+"""Tensors that old checkpoints carry and that are worked out instead; scales of an FP8 cache, which is in 16 bits here."""
 
 
 def load_model(
@@ -114,27 +116,30 @@ def load_model(
     device: torch.device,
     seed: int,
     max_model_len: int | None = None,
-    method: LinearMethod = PLAIN,
+    method: LinearMethod | None = None,
     ranks: Ranks = ALONE,
 ) -> LlamaForCausalLM:
     """The model with its weights, or this rank's share of it, in ``dtype`` on ``device``, packed for a CPU.
 
     Where ``method`` quantises the layers' matrices, each is quantised as it comes: never are two copies of the model there.
+    Without one they are held as the checkpoint has them.
     ``max_model_len`` is the longest context that it will see, in tokens (None: the model's own); a rotary embedding whose
     frequencies hang on the context's length is made for that one.
 
     Raises:
-        CheckpointError: tensors are missing, extra or misshapen; each is named.
+        CheckpointError: tensors are missing, extra, misshapen or of another type; each is named.
         OutOfMemoryError: this machine cannot hold the weights.
 
     """
     config = checkpoint.config if max_model_len is None else checkpoint.config.for_context(max_model_len)
+    method = choose_method(None, device, config, ranks=ranks.size) if method is None else method
     model = _allocate(checkpoint, config, dtype, device, method, ranks)
+    leave_out(model, config, dtype, device)
     views = model.checkpoint_views()
     if load_format == "dummy":
         fill_with_random(views, seed)
     else:
-        copy_weights(checkpoint.weights(), views, checkpoint)
+        copy_weights(checkpoint.weights(), stored_views(views, config.quantization), checkpoint)
     model.pack_weights()
     return model
 
@@ -168,7 +173,7 @@ def copy_weights(weights: Iterable[tuple[str, Tensor]], views: Mapping[str, Dest
     does not fit is told within seconds, however large it is.
 
     Raises:
-        CheckpointError: tensors are missing, extra, misshapen or of no float type; each is named.
+        CheckpointError: tensors are missing, extra, misshapen or of another type; each is named.
 
     """
     total = 0
@@ -194,7 +199,7 @@ class Fit:
         self._missing = dict(views)
         self._extra: list[str] = []
         self._misshapen: list[str] = []
-        self._no_floats: list[str] = []
+        self._mistyped: list[str] = []
 
     def place(self, name: str, tensor: Tensor) -> Destination | None:
         """Where a tensor goes, if it is wanted and fits. Its numbers are not looked at."""
@@ -203,10 +208,10 @@ class Fit:
             tied = name == "lm_head.weight" and self._checkpoint.config.tie_word_embeddings
             if not tied and not IGNORED.search(name):
                 self._extra.append(name)
-        elif view.shape != tensor.shape:
+        elif not has_its_shape(view, tensor):
             self._misshapen.append(f"{name} is {list(tensor.shape)}, its configuration makes it {list(view.shape)}")
-        elif not tensor.is_floating_point():
-            self._no_floats.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
+        elif wanted := wanted_dtype(view, tensor):
+            self._mistyped.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
         else:
             return view
         return None
@@ -221,10 +226,10 @@ class Fit:
         problems = [
             f"{what}: {_some(names)}"
             for what, names in (
-                ("missing", list(self._missing)),
+                ("missing", [name for name, view in self._missing.items() if not is_optional(view)]),
                 ("not in this architecture", self._extra),
                 ("misshapen", self._misshapen),
-                ("not of a float type", self._no_floats),
+                ("of another type", self._mistyped),
             )
             if names
         ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from refimpl.config import ModelConfig
 from refimpl.errors import CheckpointError, UnsupportedModelError
+from refimpl.loading.quantization_keys import read_quantization, written_quantization
 from refimpl.loading.rope_keys import read_rope, written_rope
 from refimpl.models.family import Keys
 from refimpl.models.registry import FAMILIES
@@ -62,6 +63,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any], where: str) ->
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             eos_token_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
             bos_token_id=(_ids(raw.get("bos_token_id")) or (None,))[0],
+            quantization=read_quantization(raw, where),
             **family.choices(Keys(raw, where)),
         )
     except KeyError as error:
@@ -146,6 +148,8 @@ def write_config(config: ModelConfig, folder: Path) -> None:
         "hidden_act": "silu",
         **family.written(config),
     }
+    if config.quantization is not None:
+        raw["quantization_config"] = written_quantization(config.quantization)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(common, indent=2) + "\n")
 
@@ -154,10 +158,6 @@ def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
         raise UnsupportedModelError(f"{where} uses the activation {activation!r}; refimpl's models have silu")
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(f"{where} is quantised ({method}); use its 16-bit safetensors or a GGUF file")
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ import torch
 from refimpl.model_config import ModelConfig
 from refimpl.model_shares import first_kv_head, held_tokens, share_of
 from refimpl.quantization.method import Destination
-from refimpl.quantization.slices import Slice
+from refimpl.quantization.slices import Slice, SliceOfSeveral
+from refimpl.quantization.stored import MadeOfSeveral
 from refimpl.ranks import Ranks
 
 OUTPUTS, INPUTS = 0, 1
@@ -54,5 +55,6 @@ def cut_views(
     for name, view in views.items():
         cut = cuts.get(name.split(".")[-2])
         # A bias has outputs alone: that of a matrix which is cut by inputs is whole on every rank.
-        found[name] = view if cut is None or cut.dim >= len(view.shape) else Slice(view, *cut, dtype)
+        kind = SliceOfSeveral if isinstance(view, MadeOfSeveral) else Slice
+        found[name] = view if cut is None or cut.dim >= len(view.shape) else kind(view, *cut, dtype)
     return found

@@ -29,6 +29,7 @@ from refimpl.layers.vocabulary import Vocabulary
 from refimpl.model_shares import share_of
 from refimpl.models.cuts import cut_views
 from refimpl.models.family import Family, Keys
+from refimpl.quantization.awq import AwqLinear
 from refimpl.quantization.method import Destination, LinearMethod
 from refimpl.quantization.plain import PLAIN
 from refimpl.ranks import ALONE, Ranks
@@ -157,9 +158,9 @@ class LlamaForCausalLM(nn.Module):
 
     def pack_weights(self) -> None:
         """After loading: move matrices into the layout that this CPU multiplies fastest. Views are void from here on."""
-        small = sum(weight.nbytes for weight in self.parameters()) <= MOST_BYTES_TWICE
-        for module in self.modules():
-            if isinstance(module, Linear):
+        small = self.config.num_parameters * self.lm_head.dtype.itemsize <= MOST_BYTES_TWICE
+        for module in list(self.modules()):
+            if isinstance(module, Linear | AwqLinear):
                 tied = module is self.lm_head and self.config.tie_word_embeddings
                 module.pack(keep_plain=tied, twice=small)
 

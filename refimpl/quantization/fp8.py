@@ -3,7 +3,8 @@
 Half the bytes of 16-bit weights, and twice the rate of tensor cores. No scale is learnt, measured on samples, or kept from
 one step to the next: an output channel's is its largest weight over 448, a token's its largest activation over 448, so
 nothing overflows whatever comes. Each output channel is scaled alone, so matrices that are fused (Q, K and V; gate and up)
-are quantised part by part as they come from a checkpoint, and no more than one matrix is there in 16 bits at a time.
+are quantised part by part as they come from a checkpoint, and no more than one matrix is there in 16 bits at a time. A
+checkpoint that is in FP8 already is taken over as it is.
 
 Who multiplies: on a GPU, :mod:`refimpl.kernels.fp8_gemm` for few tokens and torch's ``_scaled_mm`` for more; elsewhere plain
 torch, with the weights widened for each product: the same numbers, slowly.
@@ -12,6 +13,7 @@ torch, with the weights widened for each product: the same numbers, slowly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -22,8 +24,12 @@ from refimpl.kernels.by_triton import by_triton
 from refimpl.kernels.transfer import pieces_on
 from refimpl.layers.activation import silu_mul
 from refimpl.layers.norm import RMSNorm
-from refimpl.quantization.method import Destination, Matrix, Quantised, Rows
+from refimpl.quantization.method import Destination, Matrix, Quantised, Rows, fill
+from refimpl.quantization.stored import StoredTensor, check_finite
+from refimpl.quantization_config import QuantizationConfig
 
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
+"""What a checkpoint may hold scales in."""
 SCALED_MM_MULTIPLE = 16
 """Sizes of a matrix that torch's FP8 product takes are multiples of it."""
 
@@ -112,6 +118,28 @@ class QuantisedPart:
         """Quantise random numbers: those that a matrix in the model's dtype would be filled with."""
         drawn = torch.empty(self.shape, dtype=self._dtype, device=self.device)
         self.copy_(drawn.normal_(mean, std, generator=generator))
+
+    def stored(self, config: QuantizationConfig, name: str) -> dict[str, StoredTensor]:
+        """The tensors of a checkpoint in FP8: values, and a scale for each output, or one for all of them.
+
+        A scale for all is written to each output's, so parts of a fused matrix may have different ones. A scale that was
+        found for activations is passed over: they are scaled a token at a time here.
+        """
+        (rows, columns), device = self.shape, self.device
+        shapes, along = ((rows, 1), (rows,), (1,), ()), (0, 1)
+        scales = StoredTensor(shapes, SCALES, device, partial(self._take_scales, name), outputs=along)
+        values = StoredTensor(
+            ((rows, columns),), (torch.float8_e4m3fn,), device, self._take_values, outputs=along, inputs=(1, 1)
+        )
+        unused = StoredTensor(((1,), (), (1, 1)), SCALES, device, lambda scale: None, optional=True)
+        return {"weight": values, "weight_scale": scales, "input_scale": unused, "input_scale_ub": unused}
+
+    def _take_values(self, source: Tensor) -> None:
+        fill(self._values, source)
+
+    def _take_scales(self, name: str, source: Tensor) -> None:
+        check_finite(f"{name}.weight_scale", source)
+        self._scales.copy_(source.flatten())
 
 
 def _arrivals(weight: Tensor) -> Tensor | None:

@@ -102,12 +102,24 @@ class LinearMethod(Protocol):
 
 
 def weight_bytes(model: ModelConfig, method: LinearMethod, bytes_per_value: int) -> int:
-    """What a whole model's weights take in memory."""
+    """What a whole model's weights take in memory, with the matrices that its checkpoint leaves in 16 bits."""
     matrices = sum(method.weight_bytes(inputs, outputs, bytes_per_value) for outputs, inputs in model.layer_matrices)
-    return model.num_hidden_layers * matrices + model.num_outside_matrices * bytes_per_value
+    more = sum(
+        outputs * inputs * bytes_per_value - method.weight_bytes(inputs, outputs, bytes_per_value)
+        for outputs, inputs in _left(model)
+    )
+    return model.num_hidden_layers * matrices + more + model.num_outside_matrices * bytes_per_value
 
 
 def bytes_of_any_dtype(model: ModelConfig, method: LinearMethod) -> int:
     """The part of it that another dtype would not change."""
     each = sum(method.bytes_of_any_dtype(inputs, outputs) for outputs, inputs in model.layer_matrices)
-    return model.num_hidden_layers * each
+    left = sum(method.bytes_of_any_dtype(inputs, outputs) for outputs, inputs in _left(model))
+    return model.num_hidden_layers * each - left
+
+
+def _left(model: ModelConfig) -> list[tuple[int, int]]:
+    """(outputs, inputs) of every matrix of a layer that is not quantised."""
+    if model.quantization is None:
+        return []
+    return [model.layer_matrices[place] for _, place, _ in model.quantization.left_matrices(model.num_hidden_layers)]

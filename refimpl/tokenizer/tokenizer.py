@@ -7,8 +7,9 @@ ready without it.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,19 @@ class Tokenizer:
         except UnicodeDecodeError:
             return None
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a chat, ready for the assistant's turn. The template writes all special tokens itself.
 
-        Rendered by transformers, in its sandbox.
+        Rendered by transformers, in its sandbox. ``options`` are variables that the template may ask for
+        (``enable_thinking``).
 
         Raises:
-            RequestError: the model has no chat template, or the messages do not fit it.
+            RequestError: the model has no chat template, or the messages do not fit it; or an option is no such variable.
 
         """
         if self._chat_template is None:
@@ -156,9 +163,13 @@ class Tokenizer:
             self._renderer = PreTrainedTokenizerFast(
                 tokenizer_object=self.backend, chat_template=self._chat_template, **self._special_tokens
             )
+        taken = inspect.signature(self._renderer.apply_chat_template).parameters if options else {}
+        for name in options or {}:
+            if name in taken or name.endswith("_token") or not name.isidentifier():
+                raise RequestError(f"{name!r} is no variable of the chat template; give others, as enable_thinking")
         try:
             text = self._renderer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(options or {})
             )
         except Exception as error:  # a template may raise whatever it likes
             raise RequestError(f"the chat template refused the messages: {_first_line(error)}") from error

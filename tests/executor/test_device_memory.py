@@ -6,7 +6,7 @@ import pytest
 
 from refimpl.config import GIB
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor.device_memory import DeviceMemory, Grows, gib
+from refimpl.executor.device_memory import DeviceMemory, Grows, Quantised, gib
 from refimpl.executor.memory_advice import after_a_failure, check_room, check_weights, remedies
 
 MIB = 2**20
@@ -214,28 +214,41 @@ def test_remedies_are_none_where_there_is_room_for_nothing():
     assert remedies(llama_8b(weights=30 * GIB), 1) == []
 
 
-FP8 = (9 * GIB, 7 * GIB)
-"""Llama-3-8B's layers in FP8 beside its embeddings in bfloat16, roughly; and the layers alone."""
+FP8, AWQ = Quantised("fp8", 9 * GIB, 7 * GIB), Quantised("awq", 6 * GIB, 4 * GIB)
+"""Llama-3-8B's layers in 8 or 4 bits beside its embeddings in bfloat16, roughly; and the layers alone."""
 
 
 def test_fp8_is_advised_where_the_card_has_it_and_helps():
-    tight = llama_8b(taken=8 * GIB, weights_in_fp8=FP8)
+    tight = llama_8b(taken=8 * GIB, smaller=(FP8,))
     assert tight.num_blocks < 1
     assert "quantization=fp8" in remedies(tight, 100)
-    assert tight.in_fp8().num_blocks >= 100
+    assert tight.quantised(FP8).num_blocks >= 100
     assert "quantization=fp8" not in remedies(llama_8b(taken=8 * GIB), 100), "a card without it"
-    assert "quantization=fp8" not in remedies(llama_8b(taken=16 * GIB, weights_in_fp8=FP8), 1), "it would not do"
+    assert "quantization=fp8" not in remedies(llama_8b(taken=16 * GIB, smaller=(FP8,)), 1), "it would not do"
     with pytest.raises(OutOfMemoryError, match=r"Use quantization=fp8 \(9\.00 GiB\)"):
-        check_weights(llama_8b(taken=12 * GIB, weights_in_fp8=FP8), "llama", "bfloat16", "cuda:0")
-    roomy = llama_8b(weights_in_fp8=FP8)
+        check_weights(llama_8b(taken=12 * GIB, smaller=(FP8,)), "llama", "bfloat16", "cuda:0")
+    roomy = llama_8b(smaller=(FP8,))
     changes = {change.setting: change for change in roomy.changes()}
-    assert changes["quantization=fp8"].num_blocks == roomy.in_fp8().num_blocks > roomy.num_blocks
+    assert changes["quantization=fp8"].num_blocks == roomy.quantised(FP8).num_blocks > roomy.num_blocks
 
 
 def test_what_is_quantised_does_not_shrink_with_the_dtype():
     wide = llama_8b(bytes_per_value=4, weights=11 * GIB, weights_of_any_dtype=7 * GIB)
     assert wide.in_16_bits().weights == 9 * GIB
-    plain = llama_8b(bytes_per_value=4, weights=30 * GIB, weights_in_fp8=(11 * GIB, 7 * GIB))
+    plain = llama_8b(bytes_per_value=4, weights=30 * GIB, smaller=(Quantised("fp8", 11 * GIB, 7 * GIB),))
     assert plain.in_16_bits().weights == 15 * GIB
-    assert plain.in_16_bits().in_fp8().weights == plain.in_fp8().in_16_bits().weights == 9 * GIB
-    assert plain.in_fp8().weights_in_fp8 == (0, 0), "it is on: advised no more"
+    [wide_fp8], [fp8] = plain.smaller, plain.in_16_bits().smaller
+    assert plain.in_16_bits().quantised(fp8).weights == plain.quantised(wide_fp8).in_16_bits().weights == 9 * GIB
+    assert plain.quantised(wide_fp8).smaller == (), "it is on: advised no more"
+
+
+def test_of_the_methods_that_help_the_mildest_is_advised():
+    both = (FP8, AWQ)
+    assert "quantization=fp8" in remedies(llama_8b(taken=8 * GIB, smaller=both), 100)
+    tight = llama_8b(taken=10 * GIB, smaller=both)
+    assert tight.quantised(FP8).num_blocks < 100 <= tight.quantised(AWQ).num_blocks
+    assert [one for one in remedies(tight, 100) if "quant" in one] == ["quantization=awq"]
+    with pytest.raises(OutOfMemoryError, match=r"Use quantization=awq \(6\.00 GiB\)"):
+        check_weights(llama_8b(taken=16 * GIB, smaller=both), "llama", "bfloat16", "cuda:0")
+    settings = [change.setting for change in llama_8b(smaller=both).changes()]
+    assert settings[-2:] == ["quantization=fp8", "quantization=awq"]

@@ -84,6 +84,17 @@ def test_checks_hold_each_figure_against_its_bound():
         "prefills_over_flash_attention": (0.5, False),
         "moving_kernels_over_copy": (0.95, True),
     }
+    sizes = {"out_features": 57344, "in_features": 8192}
+    four_bits = [
+        {"kernel": "awq_linear", "shape": {"T": T} | sizes, "bytes": 2e8, "share": share, "microseconds": 70.0}
+        | {"library_microseconds": 210.0}
+        for T, share in ((1, 0.8), (16, 0.6))
+    ]
+    assert [(one.name, one.value, one.ok) for one in checks_of(four_bits)] == [
+        ("four_bits_share_1", 0.8, True),
+        ("four_bits_over_16_1", 3.0, True),
+        ("four_bits_share_16", 0.6, False),
+    ]
     alone = [{name: value for name, value in row.items() if name != "peer_microseconds"} for row in rows[:3]]
     assert [one.name for one in checks_of(alone)] == ["decode_attention_share"]
 

@@ -70,6 +70,19 @@ def test_fewer_key_heads_than_ranks_are_copied():
         assert_close(logits, wanted, 1e-9, 1e-9, "logits")
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_biases_go_with_their_outputs_and_count_once(size):
+    """Those of Q, K and V with the heads; those behind a sum over ranks are added after it. Norms of heads are whole."""
+    given = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True}
+    checkpoint = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, **given))
+    with torch.inference_mode():
+        whole = load_model(checkpoint, "dummy", torch.float64, CPU, 0)
+        wanted = forward(whole)[0]
+    assert float(whole.layers[0].attention.o_bias.abs().min()) > 0
+    for _, hidden, _, _ in on_each(size, checkpoint, load_format="dummy"):
+        assert_close(hidden, wanted, 1e-9, 1e-9, "hidden states")
+
+
 @pytest.mark.parametrize("vocab_size", [5, 321, 333])
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_no_token_are_no_logits(vocab_size, tied):

@@ -147,16 +147,16 @@ def test_the_doctor_counts_them_too():
 # ---------------------------------------------------------------------- what is refused, and said
 
 
-@pytest.mark.parametrize("value", ["int8", "awq", "FP8", True, ""])
+@pytest.mark.parametrize("value", ["int8", "AWQ", "FP8", True, ""])
 def test_other_methods_are_refused_with_what_there_is(value):
-    with pytest.raises(ConfigError, match=r"quantization is .*; it must be fp8, or None \(weights in dtype\)"):
+    with pytest.raises(ConfigError, match=r"quantization is .*; it must be awq, fp8, gptq, or None \(as the checkpoint is"):
         EngineArgs(quantization=value)
 
 
 def test_a_gpu_without_fp8_is_refused_with_the_alternative(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    wanted = r"NVIDIA A100 \(sm_80\) has no FP8 .* dtype=bfloat16 or float16 \(AWQ, .* not implemented yet\)"
+    wanted = r"NVIDIA A100 \(sm_80\) has no FP8 .*; use quantization='awq', .* leave quantization out and use dtype=bfloat16"
     with pytest.raises(ConfigError, match=wanted):
         choose_method("fp8", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))

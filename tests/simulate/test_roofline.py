@@ -8,6 +8,7 @@ import pytest
 from refimpl.config import CacheConfig
 from refimpl.errors import CheckpointError, ConfigError, OutOfMemoryError
 from refimpl.loading.hf_config import write_config
+from refimpl.quantization.awq import Awq
 from refimpl.quantization.fp8 import Fp8
 from refimpl.quantization.method import weight_bytes
 from refimpl.simulate import HARDWARE, MODELS, Deployment, Efficiency, StepWork
@@ -86,7 +87,7 @@ def test_formats_weigh_what_they_should_and_fp8_computes_faster_only_where_it_ca
     assert weights["bfloat16"] == weights["float16"] == 2 * MODELS["llama-3-70b"].num_parameters
     in_16_bits = 2 * (shape.num_parameters - matrices)
     assert weights["fp8"] == matrices + 4 * outputs + in_16_bits == weight_bytes(shape, Fp8(), 2)
-    assert weights["awq"] == pytest.approx(matrices * (4 + 20 / 128) / 8 + in_16_bits, abs=1)
+    assert weights["awq"] == matrices * (4 + 20 / 128) / 8 + in_16_bits == weight_bytes(shape, Awq(128), 2)
     fp8 = find_format("fp8")
     assert fp8.flops(HARDWARE["h100"]) == 1_979e12
     assert fp8.flops(HARDWARE["a100-80g"]) == HARDWARE["a100-80g"].flops
