@@ -217,7 +217,7 @@ def test_missing_extra_misshapen_and_integer_tensors_are_each_named(folder):
     assert "missing: model.norm.weight;" in message
     assert "not in this architecture: model.layers.0.self_attn.q_proj.bias;" in message
     assert "misshapen: model.layers.1.mlp.up_proj.weight is [96, 63], its configuration makes it [96, 64];" in message
-    assert "not of a float type: lm_head.weight is int8" in message
+    assert "of another type: lm_head.weight is int8, not a float type of 16 bits or more" in message
     assert "\n" not in message
 
 
