@@ -192,9 +192,9 @@ class LocalExecutor:
         drafts = None if draft is None else share_if_it_fits(draft.config, self._ranks.size)
         dtype = self.dtype.itemsize
         said = f"{config.num_parameters / 1e9:.2f} billion weights"
-        if draft is not None:
+        if draft is not None and drafts is not None:
             ours = weight_bytes(config, self._method, dtype)
-            said += f" ({ours / GIB:.1f} GiB), and {draft.name}, its draft model, {draft.config.num_parameters / 1e9:.2f}"
+            said += f" ({ours / GIB:.1f} GiB), and {draft.name}, its draft model, {drafts.num_parameters / 1e9:.2f}"
             said += f" ({(needed - ours) / GIB:.1f} GiB)"
         smaller = {"dtype=bfloat16": (self._method, 2)}
         for other in [] if self._method.name else methods_for(self.device, config):
