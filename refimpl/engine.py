@@ -64,7 +64,8 @@ class Engine:
         model_limit = self.model_config.context_limit(args.max_model_len)
         overlap = args.overlaps(resolve_device(args.device).type == "cuda")
         executor: Executor = make_executor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
-        self._executor = executor
+        self.executor = executor
+        """What computes the steps. To be looked at: only the engine orders them."""
         weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
         try:
             config = args.scheduler_config(model_limit, executor.num_blocks * args.block_size)
@@ -84,7 +85,7 @@ class Engine:
         self.gate = Gate()
         """Where who watches may hold the engine between two steps."""
         self._lock = EngineLock()
-        self._loop = StepLoop(self.scheduler, self._executor, self._recorder, depth=int(overlap))
+        self._loop = StepLoop(self.scheduler, self.executor, self._recorder, depth=int(overlap))
         self.due_in = self._loop.pace.due_in  # seconds for which the next step can wait: who comes meanwhile is in it
         self._kept: list[RequestOutput] = []
         self._book, self._closed = RequestBook(), False
@@ -294,7 +295,7 @@ class Engine:
         """Weights and KV cache in bytes: used, wasted, cached, free, and the same sequences in a contiguous cache."""
         with self._lock:
             self.check_open()
-            return MemoryReport.of(self._executor, self.scheduler.config.max_model_len, self.scheduler.usage())
+            return MemoryReport.of(self.executor, self.scheduler.config.max_model_len, self.scheduler.usage())
 
     def read_blocks(self, layer: int, block_ids: Iterable[int]) -> LayerKV:
         """Copies of the keys and values that some blocks hold in a layer, to look at; block ids are those of block tables.
@@ -306,7 +307,7 @@ class Engine:
         with self._lock:
             self.check_open()
             self._loop.drain()
-            return kv_cache_of(self._executor).read(layer, block_ids)
+            return kv_cache_of(self.executor).read(layer, block_ids)
 
     def audit(self) -> list[Violation]:
         """Check the cache's books from the outside; empty when all is right."""
@@ -325,7 +326,7 @@ class Engine:
             finally:
                 self._closed = True
                 self.gate.open()
-                self._executor.close()
+                self.executor.close()
 
     @property
     def in_its_process(self) -> bool:

@@ -332,7 +332,7 @@ def test_a_step_that_cannot_be_computed_ends_its_request_with_an_error(llm, monk
 
     async def main():
         with monkeypatch.context() as patch, caplog.at_level(logging.CRITICAL, "refimpl"):
-            patch.setattr(llm.engine._executor.runner.model, "forward", forward)
+            patch.setattr(llm.engine.executor.runner.model, "forward", forward)
             output = await llm.generate("Hello", short())
         assert output.outputs[0].finish_reason == "error"
         assert "planted" in output.outputs[0].stop_reason
@@ -372,7 +372,7 @@ def test_one_that_is_dropped_gives_its_threads_and_memory_back():
     before = set(threading.enumerate())
     llm = AsyncLLM("tiny", async_scheduling=True)
     run(_generate_once(llm))
-    storage = llm.engine._executor.runner.kv_cache.layers[0].k.untyped_storage()
+    storage = llm.engine.executor.runner.kv_cache.layers[0].k.untyped_storage()
     del llm
     gc.collect()
     assert set(threading.enumerate()) <= before

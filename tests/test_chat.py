@@ -141,7 +141,7 @@ def test_a_model_without_template_is_refused():
 
 
 def test_a_step_that_fails_is_told_and_the_chat_goes_on(chat, engine, monkeypatch, caplog):
-    runner = engine._executor.runner
+    runner = engine.executor.runner
 
     def fail(*_):
         raise ValueError("the device is gone")

@@ -178,7 +178,7 @@ def test_without_a_cache_a_context_over_the_budget_is_refused():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers_fail_their_request_alone(bad, overlap):
     engine = make(async_scheduling=overlap)
-    model = engine._executor.runner.model
+    model = engine.executor.runner.model
     model.embed_tokens[7] = bad  # whoever reads token 7 gets nothing but NaN
     engine.add_request("bad", [1, 7, 3], GREEDY)
     engine.add_request("good", [1, 2, 3], GREEDY)
@@ -193,7 +193,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(bad, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(overlap, monkeypatch, caplog):
     engine = make(async_scheduling=overlap)
-    runner = engine._executor.runner
+    runner = engine.executor.runner
     engine.add_request("a", "Hello", GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(runner.model, "forward", raising(RuntimeError("the device fell over")))
@@ -223,7 +223,7 @@ def test_a_failure_after_the_end_costs_no_result(monkeypatch):
     alone.add_request("a", "Hello", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     tokens = drain(alone)["a"].outputs[0].token_ids
     engine = make(async_scheduling=True)
-    launch, calls = engine._executor.runner.launch, []
+    launch, calls = engine.executor.runner.launch, []
 
     def fails_at_the_fifth(scheduler_output):
         calls.append(1)
@@ -231,7 +231,7 @@ def test_a_failure_after_the_end_costs_no_result(monkeypatch):
             raise RuntimeError("too late to matter")
         return launch(scheduler_output)
 
-    monkeypatch.setattr(engine._executor.runner, "launch", fails_at_the_fifth)
+    monkeypatch.setattr(engine.executor.runner, "launch", fails_at_the_fifth)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, stop_token_ids=[tokens[3]])
     engine.add_request("a", "Hello", params)
     [sample] = drain(engine)["a"].outputs
@@ -245,16 +245,16 @@ def test_a_failure_after_the_end_costs_no_result(monkeypatch):
 def test_close_after_a_failed_step_still_gives_everything_back(monkeypatch):
     engine = make(async_scheduling=True)
     engine.add_request("a", "Hello", GREEDY)
-    monkeypatch.setattr(engine._executor.runner.model, "forward", raising(RuntimeError("gone")))
+    monkeypatch.setattr(engine.executor.runner.model, "forward", raising(RuntimeError("gone")))
     engine.step()
     engine.close()
-    assert engine._executor._closed
+    assert engine.executor._closed
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch):
     engine = make(async_scheduling=overlap)
-    launch, pressed = engine._executor.runner.launch, []  # not the model's forward: a CUDA graph does without
+    launch, pressed = engine.executor.runner.launch, []  # not the model's forward: a CUDA graph does without
 
     def launch_with_ctrl_c(scheduler_output):
         pressed.append(1)
@@ -262,7 +262,7 @@ def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch)
             os.kill(os.getpid(), signal.SIGINT)
         return launch(scheduler_output)
 
-    monkeypatch.setattr(engine._executor.runner, "launch", launch_with_ctrl_c)
+    monkeypatch.setattr(engine.executor.runner, "launch", launch_with_ctrl_c)
     engine.add_request("a", "Hello", GREEDY)
     finished, interrupts = {}, 0
     while engine.has_unfinished_requests():
@@ -280,7 +280,7 @@ def test_ctrl_c_is_taken_after_the_step_and_costs_no_token(overlap, monkeypatch)
 def test_a_second_ctrl_c_goes_through_and_ends_what_it_tore(monkeypatch):
     engine = make(async_scheduling=False)  # the main thread, which alone takes signals, computes the step
     engine.add_request("a", "Hello", GREEDY)
-    forward = engine._executor.runner.model.forward
+    forward = engine.executor.runner.model.forward
 
     def forward_with_two(*args, **kwargs):
         signal.raise_signal(signal.SIGINT)
@@ -288,7 +288,7 @@ def test_a_second_ctrl_c_goes_through_and_ends_what_it_tore(monkeypatch):
         return forward(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._executor.runner.model, "forward", forward_with_two)
+        patch.setattr(engine.executor.runner.model, "forward", forward_with_two)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert engine.audit() == []
@@ -409,7 +409,7 @@ def test_close_leaves_no_thread_and_no_memory_and_the_engine_says_that_it_is_clo
     engine = make(async_scheduling=overlap)
     engine.add_request("a", "Hello", GREEDY)
     engine.step()
-    kept = [engine._executor.runner.kv_cache.layers[0].k, engine._executor.runner.model.embed_tokens]
+    kept = [engine.executor.runner.kv_cache.layers[0].k, engine.executor.runner.model.embed_tokens]
     engine.close()
     engine.close()
     assert set(threading.enumerate()) <= before
@@ -496,7 +496,7 @@ def test_what_blocks_hold_can_be_read_and_is_a_copy():
     engine.step()
     table = engine.scheduler.kv.table(next(iter(engine.scheduler.running)).sequence_id)
     read = engine.read_blocks(1, table)
-    inside = engine._executor.runner.kv_cache.layers[1]
+    inside = engine.executor.runner.kv_cache.layers[1]
     assert read.k.shape == read.v.shape == (3, 4, 2, 16)
     assert torch.equal(read.k[:2], inside.k[list(table[:2])])
     assert torch.equal(read.v[:2], inside.v[list(table[:2])])

@@ -87,7 +87,7 @@ def test_one_that_is_dropped_gives_back_its_thread_and_its_tensors(overlap):
     before = set(threading.enumerate())
     llm = LLM("tiny", async_scheduling=overlap)
     outputs = llm.generate("Hello", GREEDY, use_tqdm=False)
-    engine, storage = weakref.ref(llm.engine), llm.engine._executor.runner.model.embed_tokens.untyped_storage()
+    engine, storage = weakref.ref(llm.engine), llm.engine.executor.runner.model.embed_tokens.untyped_storage()
     del llm
     gc.collect()
     assert engine() is None

@@ -189,7 +189,7 @@ threads, before = set(threading.enumerate()), resident()
 model = tiny(hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8,
              head_dim=64)
 llm = LLM(model, async_scheduling=True, num_gpu_blocks_override=300)
-runner = llm.engine._executor.runner
+runner = llm.engine.executor.runner
 storages = [tensor.untyped_storage() for tensor in runner.model.parameters()]
 caches = [kv.untyped_storage() for layer in runner.kv_cache.layers for kv in (layer.k, layer.v)]
 del runner
@@ -202,7 +202,7 @@ held = sum(storage.size() for storage in caches) / 1024**2
     assert (
         kernel.fail("""
 def inner():
-    runner, layers = llm.engine._executor.runner, llm.engine._executor.runner.kv_cache.layers
+    runner, layers = llm.engine.executor.runner, llm.engine.executor.runner.kv_cache.layers
     raise ZeroDivisionError
 inner()
 """)

@@ -210,7 +210,7 @@ def test_bad_options():
 def test_a_row_of_nan_fails_alone():
     """A model whose logits are no numbers after one token: that request ends with an error, the other goes on."""
     with LLM("tiny") as llm:
-        model = llm.engine._executor.runner.model
+        model = llm.engine.executor.runner.model
         model.embed_tokens[65] = torch.nan
         good = tokens(generate(llm, "good"))
         bad, fine = generate(llm, ["bAd", "good"])
@@ -311,7 +311,7 @@ def test_close_leaves_no_thread_and_no_memory(overlap):
     generate(llm, "Hello")
     reader = overlap and torch.cuda.is_available()  # waits for a GPU's tokens
     assert len(set(threading.enumerate()) - before) == overlap + reader
-    runner = llm.engine._executor.runner
+    runner = llm.engine.executor.runner
     tensors = [*runner.model.parameters(), *(t for layer in runner.kv_cache.layers for t in (layer.k, layer.v))]
     watched = weakref.ref(runner)
     del runner

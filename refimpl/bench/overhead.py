@@ -102,7 +102,7 @@ def _make_engine(engine_options: dict[str, Any], sequences: int, tokens: int) ->
         "async_scheduling": False,
     }
     engine = Engine(EngineArgs.from_options(engine_options | fixed))
-    executor = engine._executor
+    executor = engine.executor
     if not isinstance(executor, LocalExecutor):
         engine.close()
         raise ConfigError("the overhead of a step is measured in one process; leave tensor_parallel_size out")

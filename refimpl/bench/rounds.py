@@ -84,7 +84,7 @@ class Answered:
 
 def runner_of(engine: Engine) -> ModelRunner:
     """What runs the steps of an engine on one device."""
-    executor = engine._executor
+    executor = engine.executor
     if not isinstance(executor, LocalExecutor):
         raise ConfigError("rounds of drafts are timed in one process; leave tensor_parallel_size out")
     return executor.runner

@@ -54,7 +54,7 @@ def _timed(engine_options: dict[str, Any], model_config: str | None, started: fl
     making = time.perf_counter()
     engine = Engine(EngineArgs.from_options(engine_options))
     made = time.perf_counter() - making
-    stages = dict(engine._executor.stages.seconds)  # type: ignore[attr-defined]  # the local executor has them
+    stages = dict(engine.executor.stages.seconds)  # type: ignore[attr-defined]  # the local executor has them
     phases |= stages | {"tokenizer, scheduler and the rest": made - sum(stages.values())}
     phases["first token"] = _serve(engine, "first")
     total = sum(phases.values())

@@ -82,7 +82,7 @@ def test_decodes_from_slots_and_contexts_alone_give_the_same_tokens():
     with llm_on(device) as llm:
         expected = tokens(llm)
     with llm_on(device) as llm:
-        runner = llm.engine._executor.runner
+        runner = llm.engine.executor.runner
         with torch.inference_mode():
             step = DecodeStep(runner.model, runner.kv_cache, runner.input_batch, runner.backend, 4)
             runner.graphs = Unrecorded(step, [1, 2, 4])
@@ -100,7 +100,7 @@ def test_checks_of_drafts_from_bounds_alone_give_the_same_tokens(seed):
     drafts = {"method": "draft_model", "model": tiny(seed=seed, **FEW_HEADS), "num_speculative_tokens": 3, "adaptive": False}
     for recorded in (False, True):
         with llm_on(device, speculative_config=drafts, async_scheduling=True) as llm, torch.inference_mode():
-            runner = llm.engine._executor.runner
+            runner = llm.engine.executor.runner
             proposer = runner.speculation.proposer
             if recorded:
                 steps = [
@@ -123,7 +123,7 @@ def test_checks_of_drafts_from_bounds_alone_give_the_same_tokens(seed):
 def test_empty_rows_write_nothing_and_read_nothing():
     device = "cuda" if ON_GPU else "cpu"
     with llm_on(device) as llm, torch.inference_mode():
-        runner = llm.engine._executor.runner
+        runner = llm.engine.executor.runner
         step = DecodeStep(runner.model, runner.kv_cache, runner.input_batch, runner.backend, 4)
         for layer in runner.kv_cache.layers:
             layer.k.fill_(torch.nan)
@@ -139,7 +139,7 @@ def test_a_cache_that_is_nan_from_the_start_gives_the_same_tokens():
     found = []
     for filling in (0.0, torch.nan):
         with LLM("tiny", **options) as llm, torch.inference_mode():
-            runner = llm.engine._executor.runner
+            runner = llm.engine.executor.runner
             assert (runner.graphs is not None) == ON_GPU
             for layer in runner.kv_cache.layers:
                 layer.k.fill_(filling)
@@ -171,7 +171,7 @@ def test_recorded_steps_give_the_same_tokens_and_give_their_memory_back():
     with LLM("tiny", dtype="bfloat16", device="cuda", max_num_seqs=32, enforce_eager=True) as llm:
         expected = tokens(llm)
     with LLM("tiny", dtype="bfloat16", device="cuda", max_num_seqs=32) as llm:
-        assert llm.engine._executor.runner.graphs.sizes == graph_sizes(32)
+        assert llm.engine.executor.runner.graphs.sizes == graph_sizes(32)
         assert tokens(llm) == expected
     gc.collect()
     assert abs(before - torch.cuda.mem_get_info()[0]) < 0.01 * before

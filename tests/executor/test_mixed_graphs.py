@@ -57,7 +57,7 @@ def llm_with(sizes, backend="triton", **options):
         "tiny", dtype="float32", device="cuda" if ON_GPU else "cpu", attention_backend=backend, enforce_eager=True,
         max_num_seqs=2, max_model_len=32, num_gpu_blocks_override=8, **options,
     )  # fmt: skip
-    runner = llm.engine._executor.runner
+    runner = llm.engine.executor.runner
     if sizes:
         with torch.inference_mode():
             step = MixedStep(runner.model, runner.kv_cache, runner.input_batch, runner.backend, 2, sizes[-1])
@@ -98,7 +98,7 @@ def test_what_no_recording_holds_is_not_served():
 def test_empty_rows_tokens_and_tiles_write_nothing_and_read_nothing():
     llm, graphs = llm_with([16])
     with llm, torch.inference_mode():
-        layers = llm.engine._executor.runner.kv_cache.layers
+        layers = llm.engine.executor.runner.kv_cache.layers
         for layer in layers:
             layer.k.fill_(torch.nan)
             layer.v.fill_(torch.nan)
@@ -114,5 +114,5 @@ def test_recorded_mixed_steps_give_the_same_tokens():
     with LLM("tiny", enforce_eager=True, **options) as llm:
         expected = tokens(llm)
     with LLM("tiny", **options) as llm:
-        assert [graphs.sizes for graphs in llm.engine._executor.runner.mixed_graphs] == [mixed_sizes(48)]
+        assert [graphs.sizes for graphs in llm.engine.executor.runner.mixed_graphs] == [mixed_sizes(48)]
         assert tokens(llm) == expected

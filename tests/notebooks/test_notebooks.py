@@ -50,7 +50,7 @@ def tagged(path, tag):
 
 def test_there_are_notebooks():
     names = ["00_quickstart", "01_kv_cache", "02_fragmentation", "03_paged_attention", "04_continuous_batching"]
-    names += ["05_attention", "06_speculation", "08_the_numbers"]
+    names += ["05_attention", "06_speculation", "07_production", "08_the_numbers"]
     assert [path.stem for path in NOTEBOOKS][: len(names)] == names
 
 

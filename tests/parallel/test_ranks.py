@@ -118,7 +118,7 @@ def test_beams_and_forks_hold_on_two_ranks(alone, two):
 
 
 def test_a_step_sends_what_the_formula_says(two):
-    traffic = two.engine._executor.ranks.traffic
+    traffic = two.engine.executor.ranks.traffic
     before = vars(traffic).copy()
     config = SHRUNKEN_70B.config
     two.engine.reset_prefix_cache()
@@ -133,8 +133,8 @@ def test_a_step_sends_what_the_formula_says(two):
 
 def test_only_changes_go_to_the_other_ranks(two, monkeypatch):
     sizes = []
-    send = two.engine._executor.watch.send
-    monkeypatch.setattr(two.engine._executor.watch, "send", lambda data: (sizes.append(len(data)), send(data)))
+    send = two.engine.executor.watch.send
+    monkeypatch.setattr(two.engine.executor.watch, "send", lambda data: (sizes.append(len(data)), send(data)))
     two.engine.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     two.generate([PROMPTS[0], PROMPTS[3]], params, use_tqdm=False)
@@ -153,7 +153,7 @@ def test_memory_is_told_by_rank(alone, two):
 
 
 def test_ctrl_c_is_taken_between_steps_and_the_ranks_go_on(two, monkeypatch):
-    runner, pressed = two.engine._executor.runner, []
+    runner, pressed = two.engine.executor.runner, []
     launch = runner.launch
 
     def launch_with_ctrl_c(scheduler_output):
@@ -172,7 +172,7 @@ def test_ctrl_c_is_taken_between_steps_and_the_ranks_go_on(two, monkeypatch):
 
 def test_eight_ranks_hold_one_key_head_each(alone):
     with opened(8) as llm:
-        assert llm.engine._executor.runner.model.share.num_key_value_heads == 1
+        assert llm.engine.executor.runner.model.share.num_key_value_heads == 1
         assert tokens_of(answers(llm)) == tokens_of(answers(alone))
 
 
@@ -204,7 +204,7 @@ def test_drafts_are_the_same_on_every_rank(config, overlap):
     options = {"speculative_config": config | {"sampler": "coupled"}, "async_scheduling": overlap}
     with opened(1, tiny()) as plain, opened(2, tiny(), **options) as llm:
         assert tokens_of(answers(llm)) == tokens_of(answers(plain))
-        draft = llm.engine._executor._local._draft
+        draft = llm.engine.executor._local._draft
         assert draft is None or draft.share.num_attention_heads == 2, "split as the target is"
 
 
@@ -265,7 +265,7 @@ def test_torchrun_needs_a_secret_and_the_right_number_of_ranks(monkeypatch):
 def test_two_engines_at_once_do_not_meet_and_close_ends_the_ranks(two):
     params = SamplingParams(temperature=0, max_tokens=6)
     with LLM("tiny", tensor_parallel_size=2, dtype="float64") as other:
-        watch, first = other.engine._executor.watch, two.engine._executor.watch
+        watch, first = other.engine.executor.watch, two.engine.executor.watch
         assert not set(watch.process_ids) & set(first.process_ids)
         assert len(other.generate([[7, 8, 9]], params, use_tqdm=False)[0].outputs[0].token_ids) == 6
         assert len(two.generate([[7, 8, 9]], params, use_tqdm=False)[0].outputs[0].token_ids) == 6
@@ -279,7 +279,7 @@ def test_two_engines_at_once_do_not_meet_and_close_ends_the_ranks(two):
 
 def ended_in_the_midst(llm, name):
     """Send a signal to a rank while a long request runs; the sample that came of it. Afterwards nothing is left."""
-    watch, done = llm.engine._executor.watch, []
+    watch, done = llm.engine.executor.watch, []
     params = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
 
     def generate():

@@ -103,7 +103,7 @@ def test_tiny_temperatures_and_filters_that_leave_one_token_are_greedy(dtype):
     one_left += [{"temperature": 1, **f} for f in ({"top_k": 1}, {"top_p": 0}, {"top_p": 1e-9}, {"min_p": 1})]
     all_left = [{"temperature": 1, "seed": 3, **f} for f in ({}, {"top_k": 0}, {"top_k": -1}, {"top_k": 321}, {"top_p": 1})]
     with LLM("tiny", dtype=dtype, max_model_len=32) as made:
-        made.engine._executor.runner.model.lm_head.weight *= 3  # wide enough that the first two tokens never tie
+        made.engine.executor.runner.model.lm_head.weight *= 3  # wide enough that the first two tokens never tie
         params = [SamplingParams(max_tokens=5, ignore_eos=True, **options) for options in one_left + all_left]
         outputs = made.generate([[1, 2, 3]] * len(params), params, use_tqdm=False)
     tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
@@ -132,7 +132,7 @@ def test_a_cached_prefix_takes_nothing_from_prompt_logprobs(llm):
 
 def test_log_probabilities_are_json_whatever_the_logits():
     with LLM("tiny", max_model_len=64, max_logprobs=-1) as made:
-        model = made.engine._executor.runner.model
+        model = made.engine.executor.runner.model
         compute = model.compute_logits
 
         def half_forbidden(hidden):
@@ -172,7 +172,7 @@ def test_a_prompt_of_one_token_has_no_log_probabilities(llm):
 def test_prompt_logits_that_are_no_numbers_fail_their_request_alone(options):
     """All samples of it: those that wait for the prompt too."""
     engine = Engine(EngineArgs(model="tiny", **({"max_model_len": 64, "max_num_batched_tokens": 16} | options)))
-    engine._executor.runner.model.embed_tokens[7] = math.nan
+    engine.executor.runner.model.embed_tokens[7] = math.nan
     engine.add_request("bad", [1, 7, *[3] * 30], greedy(prompt_logprobs=1, n=3))
     engine.add_request("good", [1, 2, 3], greedy(prompt_logprobs=1))
     finished = finish(engine)
@@ -248,7 +248,7 @@ def test_a_hook_that_fails_ends_its_request_alone(overlap):
     assert "NaN" in finished["nan"].stop_reason
     assert "shape (319,)" in finished["other shape"].stop_reason
     assert engine.audit() == []
-    assert engine._executor.logits_hooks == {}, "hooks of ended requests are forgotten"
+    assert engine.executor.logits_hooks == {}, "hooks of ended requests are forgotten"
     engine.add_request("again", [1, 2, 3], GREEDY)
     assert finish(engine)["again"].outputs[0].token_ids == finished["good"].token_ids
     engine.close()
@@ -278,10 +278,10 @@ def test_the_engines_hook_comes_first_for_every_request(overlap):
 def test_a_hook_of_an_aborted_request_is_forgotten():
     engine = Engine(EngineArgs(model="tiny", max_model_len=64, async_scheduling=True))
     engine.add_request("a", [1, 2, 3], greedy(logits_hook=lambda ids, logits: logits, n=2))
-    assert len(engine._executor.logits_hooks) == 2
+    assert len(engine.executor.logits_hooks) == 2
     engine.step()
     engine.abort("a")
-    assert engine._executor.logits_hooks == {}
+    assert engine.executor.logits_hooks == {}
     assert finish(engine) == {}
     engine.close()
 
@@ -326,7 +326,7 @@ def test_what_was_read_is_not_kept_with_the_story_of_a_finished_request(llm):
 def test_rows_that_needed_more_than_a_head_are_counted():
     """On a CPU; a kernel cuts rows of any shape the same way, and has nothing to count."""
     with LLM(tiny(vocab_size=2000), max_model_len=32, device="cpu") as made:
-        sampler = made.engine._executor.runner.sampler
+        sampler = made.engine.executor.runner.sampler
         made.generate([[1, 2]], SamplingParams(top_k=5, seed=1, max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert (sampler.num_rows_beyond_head, sampler.num_rows_sorted) == (0, 0)
         flat = SamplingParams(top_p=0.99, temperature=1000, seed=1, max_tokens=4, ignore_eos=True)

@@ -366,7 +366,7 @@ def test_an_answer_that_takes_too_long_ends(small):
 
 
 def test_a_stuck_engine_is_told_to_probes_and_to_those_who_wait(small, monkeypatch):
-    executor, let_go = small.llm.engine._executor, threading.Event()
+    executor, let_go = small.llm.engine.executor, threading.Event()
     submit = executor.submit
     monkeypatch.setattr(executor, "submit", lambda output: (let_go.wait(20), submit(output))[1])
     replies = []
@@ -383,7 +383,7 @@ def test_a_stuck_engine_is_told_to_probes_and_to_those_who_wait(small, monkeypat
 
 
 def test_a_step_that_fails_is_a_500_and_the_next_request_is_served(small, monkeypatch, caplog):
-    runner = small.llm.engine._executor
+    runner = small.llm.engine.executor
     submit = runner.submit
 
     def fail(output):

@@ -140,7 +140,7 @@ def test_a_replica_whose_steps_fail_is_given_up_and_one_whose_requests_are_wrong
             output = await llm.generate([5, 6], SamplingParams(max_tokens=3, allowed_token_ids=[9], bad_words=["x"]))
             assert output.finished
         assert sick.failures == 0
-        sick.llm.engine._executor.submit = fail
+        sick.llm.engine.executor.submit = fail
         failed = 0
         for number in range(40):
             try:

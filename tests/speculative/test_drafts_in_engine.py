@@ -141,7 +141,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(K, temperature):
 def test_the_draft_cache_has_no_gap():
     """Every key of the draft model, where it is the target, equals the target's."""
     with engine(draft_model(3), enable_prefix_caching=False) as llm:
-        proposer = llm.engine._executor.runner.speculation.proposer
+        proposer = llm.engine.executor.runner.speculation.proposer
         params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
         for i, prompt in enumerate(PROMPTS):
             llm.engine.add_request(str(i), prompt, params)
@@ -153,7 +153,7 @@ def test_the_draft_cache_has_no_gap():
                 have = len(sequence.token_ids) - lag
                 assert lag <= 2 or have <= 0, "caught up with in every round"
                 table = list(llm.engine.scheduler.kv.table(sequence.sequence_id))
-                cache = llm.engine._executor.kv_cache
+                cache = llm.engine.executor.kv_cache
                 ours, theirs = cache.read(1, table), proposer.kv_cache.read(1, table)
                 if have > 0:
                     for one, other in ((ours.k, theirs.k), (ours.v, theirs.v)):

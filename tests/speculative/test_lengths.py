@@ -174,7 +174,7 @@ def test_a_round_is_measured_with_all_its_drafts_though_none_is_found(monkeypatc
     monkeypatch.setattr("refimpl.executor.round_costs.ROUNDS", 1)
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 40, "prompt_lookup_max": 40}
     with LLM(tiny(), speculative_config=config | {"adaptive": False}, max_num_seqs=2, max_model_len=128) as llm:
-        runner, checked = llm.engine._executor.runner, []
+        runner, checked = llm.engine.executor.runner, []
         check = runner.speculation.check
 
         def seen(logits, *rest):
