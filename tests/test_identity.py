@@ -12,7 +12,7 @@ from counts import COUNTS
 from refimpl import Engine, EngineArgs, SamplingParams
 
 LENGTHS = [1, 16, 17, 40, 3]
-PROMPTS = [[random.Random(i).randrange(256) for _ in range(length)] for i, length in enumerate(LENGTHS)]
+PROMPTS = [random.Random(i).choices(range(256), k=length) for i, length in enumerate(LENGTHS)]
 MAX_TOKENS = 8
 SWAP = {"swap_space": 0.001, "preemption_mode": "swap"}
 

@@ -22,7 +22,7 @@ from refimpl.models.tiny import tiny
 
 SHRUNKEN_70B = tiny(num_attention_heads=64, num_key_value_heads=8, head_dim=4)
 LENGTHS = [1, 17, 40, 3, 40]
-PROMPTS = [[random.Random(i).randrange(256) for _ in range(length)] for i, length in enumerate(LENGTHS)]
+PROMPTS = [random.Random(i).choices(range(256), k=length) for i, length in enumerate(LENGTHS)]
 PROMPTS[4][:32] = PROMPTS[2][:32]
 SMALL = {"dtype": "float64", "block_size": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 24}
 SMALL |= {"max_model_len": 64}
