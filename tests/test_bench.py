@@ -187,10 +187,23 @@ def test_a_mix_that_cannot_be_is_refused(options):
         batching.run(DEFAULTS, **options)
 
 
+@pytest.mark.parametrize("cpu", ["AVX2", "AVX512"])
+def test_a_ratio_has_the_bound_of_its_dtype_and_cpu(monkeypatch, cpu):
+    monkeypatch.setattr(throughput.torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    figures = {"ratios": {"transformers": 1.5, "vllm": 1.5}, "tokens_missing": 0}
+    for dtype, suffix in (("bfloat16", ""), ("float32", "_float32")):
+        for row in throughput.WORKLOADS:
+            [bounded, *_] = throughput._checks(row, dtype, figures)
+            assert bounded.name == row + suffix
+            assert bounded.bound == f">= {throughput.BOUNDS[dtype, cpu][row]:g}"
+    assert [check.name for check in throughput._checks("decode_b1", "float64", figures)] == [
+        "decode_b1_tokens_missing_float64"
+    ]
+
+
 def test_throughput_beside_transformers_draws_the_same_tokens():
     result = throughput.run({"model": "tiny"}, repeats=1, dtypes=("float64",), scale=0.05)
-    names = {check.name for check in result.checks}
-    assert {"decode_b1_float64", "decode_b8_float64", "mixed_32_float64"} <= names
+    assert "decode_b1_largest_gap_float64" in {check.name for check in result.checks}
     for name in ("decode_b1_float64", "decode_b8_float64", "mixed_32_float64"):
         figures = result.results[name]
         assert figures["same_answers"]["transformers"] == {"decode_b1": 1, "decode_b8": 8, "mixed_32": 32}[name[:-8]]

@@ -533,7 +533,7 @@ def test_a_damaged_safetensors_file(refused, folder, damage):
         ({"architectures": None}, "named"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": "yes"}, "attention_bias"),
         ({"num_attention_heads": "four"}, "config.json"),
         ({"num_key_value_heads": 3}, "evenly"),
     ],

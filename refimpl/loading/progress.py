@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
 
@@ -27,10 +28,10 @@ class LoadingProgress:
     def __init__(self, name: str, total: int) -> None:
         self._name = name
         self._bytes = 0
-        shown = total >= LEAST_BYTES and sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total, desc=f"loading {name}", unit="B", unit_scale=True, leave=False, file=sys.stderr, disable=not shown
-        )
+        self._bar: tqdm[Any] | None = None
+        if total >= LEAST_BYTES and sys.stderr.isatty():  # one that is not shown would start tqdm's thread all the same
+            said = f"loading {name}"
+            self._bar = tqdm(total=total, desc=said, unit="B", unit_scale=True, leave=False, file=sys.stderr)
 
     def __enter__(self) -> LoadingProgress:
         self._since = time.perf_counter()
@@ -39,10 +40,12 @@ class LoadingProgress:
     def add(self, count: int) -> None:
         """So many bytes more are read."""
         self._bytes += count
-        self._bar.update(count)
+        if self._bar is not None:
+            self._bar.update(count)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         if error is None:
             seconds = time.perf_counter() - self._since
             gigabytes = self._bytes / 1e9
