@@ -14,11 +14,14 @@ NEED_TRITON = ("refimpl.kernels.", "refimpl.attention.triton_paged")  # torch br
 NEED_NOTEBOOKS = {
     f"refimpl.visualizers.{name}" for name in ("attention_view", "view", "widgets")
 }  # pip install "refimpl[notebooks]"
+NEED_SERVER = {"fastapi", "starlette", "uvicorn", "prometheus_client", "llguidance"}  # pip install "refimpl[server]"
 for name in sorted(set(names) - NEED_NOTEBOOKS):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "triton" or not name.startswith(NEED_TRITON):
+        for_kernels = error.name == "triton" and name.startswith(NEED_TRITON)
+        for_server = error.name in NEED_SERVER and name.startswith("refimpl.server.")
+        if not for_kernels and not for_server:
             raise
 assert "refimpl.kernels.reference" in names, names
 for data in (
@@ -29,6 +32,9 @@ for data in (
     "visualizers/static/base.css",
     "notebooks/00_quickstart.ipynb",
     "notebooks/claims.toml",
+    "bench/workloads/alice.txt.gz",
+    "server/static/ui_page.js",
+    "server/monitoring/grafana.json",
 ):
     assert package.joinpath(data).is_file(), f"{data} is not in the wheel"
 print(f"{len(set(names))} modules imported")  # noqa: T201
