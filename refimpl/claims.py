@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -12,6 +13,9 @@ from typing import Literal
 import msgspec
 
 from refimpl.errors import RefimplError
+
+SHARED_MACHINE = "REFIMPL_SHARED_MACHINE"
+"""Environment variable: set where several tests run at once."""
 
 
 class ClaimError(RefimplError, AssertionError):
@@ -27,6 +31,8 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit: str
     because: str
     """The sentence that derives the bound."""
+    timed: bool = False
+    """Whether the value comes of a clock: it says nothing while others take the processor's time."""
 
     def __post_init__(self) -> None:
         if (self.relation == "within") != isinstance(self.bound, tuple):
@@ -55,12 +61,15 @@ def check_claim(claim_id: str, value: float) -> str:
         value: in the claim's own unit.
 
     Raises:
-        ClaimError: the value does not keep the bound, or there is no such claim.
+        ClaimError: the value does not keep the bound, or there is no such claim. A value of a clock is not held to its bound
+            where ``REFIMPL_SHARED_MACHINE`` is set.
 
     """
     claim = all_claims().get(claim_id)
     if claim is None:
         raise ClaimError(f"no claim is named {claim_id!r}; notebooks/claims.toml keeps {', '.join(all_claims())}")
+    if claim.timed and not claim.holds(value) and os.environ.get(SHARED_MACHINE):
+        return f"{claim_id} is not held where tests share the machine: {number(value)} {claim.unit}"
     if not claim.holds(value):
         raise ClaimError(
             f"{claim_id} does not hold: {number(value)} {claim.unit}, where {claim.demand} was claimed. {claim.because}",

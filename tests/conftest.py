@@ -19,6 +19,7 @@ SHARES_THE_MACHINE = "PYTEST_XDIST_WORKER" in os.environ
 """Whether this is one of several processes, one a core."""
 if SHARES_THE_MACHINE:
     os.environ["OMP_NUM_THREADS"] = "1"  # for what a test starts: there is no core for a second thread
+    os.environ["REFIMPL_SHARED_MACHINE"] = "1"  # and in a notebook no time means anything
 
 FILES_A_WORKER = 9
 """So many files are worth a process more, which imports torch and collects all tests again."""

@@ -75,3 +75,16 @@ def test_every_kept_claim_is_whole():
 )
 def test_numbers_are_written_for_people(value, text):
     assert number(value) == text
+
+
+def test_what_a_clock_says_is_told_but_not_held_where_tests_share_the_machine(monkeypatch):
+    timed = {name: Claim(claim.relation, claim.bound, claim.unit, claim.because, timed=True) for name, claim in KEPT.items()}
+    monkeypatch.setattr(claims, "all_claims", lambda: timed | {"counted": KEPT["most"]})
+    monkeypatch.setenv("REFIMPL_SHARED_MACHINE", "1")
+    assert check_claim("most", 16) == "most is not held where tests share the machine: 16 slots"
+    assert check_claim("most", 15).startswith("most holds: ")
+    with pytest.raises(ClaimError, match="counted does not hold"):
+        check_claim("counted", 16)
+    monkeypatch.delenv("REFIMPL_SHARED_MACHINE")
+    with pytest.raises(ClaimError, match="most does not hold"):
+        check_claim("most", 16)
