@@ -90,6 +90,14 @@ def chromium(profile):
             yield browser
 
 
+def is_json(path):
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return True
+
+
 def wait_until(true, seconds=PATIENCE / 1000):
     end = time.monotonic() + seconds
     while not true():

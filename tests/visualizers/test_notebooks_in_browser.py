@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from browser_support import MISSING, Notebook, Widget, chromium, lab, photograph, wait_until
+from browser_support import MISSING, Notebook, Widget, chromium, is_json, lab, photograph, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 from run_notebooks import IN_A_BROWSER, assert_checks_say_right
@@ -155,7 +155,10 @@ def test_a_notebook_of_the_course_runs_and_its_widgets_step_play_pause_and_say_w
             widget.click("Light or dark")
         widget.has("data-theme", "light")
     assert notebook.cells.locator(".jp-InputArea-prompt").all_inner_texts() == prompts, "no cell ran again"
+    before = notebook.path.stat().st_mtime_ns
     notebook.save()
+    # The tab can say that it is saved while the file is still written.
+    wait_until(lambda: notebook.path.stat().st_mtime_ns != before and is_json(notebook.path))
     assert_checks_say_right(nbformat.read(notebook.path, as_version=4))
 
 
