@@ -30,7 +30,7 @@ from refimpl.errors import ConfigError
 from refimpl.loading.checkpoint import open_checkpoint
 
 BOUNDS: dict[tuple[str, str], dict[str, float]] = {
-    # AVX2 has no products of bfloat16: there transformers widens its weights, we keep them in float16.
+    # AVX2 has no products of bfloat16: torch's, which transformers calls, are slow there; ours read float16 (cpu_products).
     ("bfloat16", "AVX2"): {
         "decode_b1": 1.1,
         "decode_b8": 2.2,

@@ -123,18 +123,15 @@ class Speculation:
 
     def _asked(self, rows: DraftRows, drafted: DraftedRows) -> tuple[Drafts, str | None]:
         """What the proposer answers, and why it answered nothing where it failed: the step then goes on without drafts."""
-        none = Drafts(
-            torch.zeros(len(rows.slots), drafted.most, dtype=torch.int64, device=rows.slots.device), rows.slots * 0
-        )
         if self._ranks.rank and not self.proposer.on_every_rank:
-            return none, None
+            return _no_drafts(rows, drafted), None
         try:
             return self._sound(self.proposer.propose(rows), drafted), None
         except Exception as error:
             if self._ranks.size > 1 and self.proposer.on_every_rank:
                 raise  # the others are in the midst of it, and cannot go on
             log.warning("the proposer %s failed; these requests go on without drafts", self.proposer.name, exc_info=error)
-            return none, f"the proposer {self.proposer.name} failed: {error!r}"
+            return _no_drafts(rows, drafted), f"the proposer {self.proposer.name} failed: {error!r}"
 
     def _shared(self, drafts: Drafts) -> Drafts:
         """Rank 0's drafts, on every rank."""
@@ -237,6 +234,12 @@ class Speculation:
             accepted = round_uniforms(*numbers, drafted.most).accept < self.synthetic_acceptance
             verdict = _replaced(verdict, drafts, accepted)
         return verdict, failures
+
+
+def _no_drafts(rows: DraftRows, drafted: DraftedRows) -> Drafts:
+    """Of every sequence none."""
+    shape = len(rows.slots), drafted.most
+    return Drafts(torch.zeros(shape, dtype=torch.int64, device=rows.slots.device), torch.zeros_like(rows.slots))
 
 
 def _draw(

@@ -1,14 +1,19 @@
-"""EngineClient: all that the server knows of an engine. One is behind it today; a router over several can stand there."""
+"""EngineClient: all that the server knows of an engine, or of several that a router stands before."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from refimpl.async_llm import AsyncLLM, RequestStream
 from refimpl.sampling_params import SamplingParams
 from refimpl.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from refimpl.engine import Engine
+    from refimpl.server.router import Replicas
 
 STUCK_AFTER = 60.0
 """Seconds that a step may take before the engine counts as stuck."""
@@ -67,16 +72,17 @@ class EngineClient(Protocol):
 
 
 class LocalClient:
-    """An :class:`refimpl.AsyncLLM` of this process."""
+    """One engine of this process, or several replicas of one model; ``engines`` are those behind ``llm``."""
 
-    def __init__(self, llm: AsyncLLM, stuck_after: float = STUCK_AFTER) -> None:
+    def __init__(self, llm: AsyncLLM | Replicas, engines: Sequence[Engine], stuck_after: float = STUCK_AFTER) -> None:
         self.llm = llm
         self.stuck_after = stuck_after
-        engine = llm.engine
+        self._engines = engines
+        engine = engines[0]
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.model_config.vocab_size
         self.eos_token_ids = tuple(engine.model_config.eos_token_ids)
-        self.max_model_len = engine.scheduler.config.max_model_len
+        self.max_model_len = min(one.scheduler.config.max_model_len for one in engines)
         self.max_logprobs = engine.args.max_logprobs
 
     def generate(
@@ -93,13 +99,13 @@ class LocalClient:
         return self.llm.generate(token_ids, params, request_id, priority=priority, cache_salt=cache_salt, user=user)
 
     def trouble(self) -> str | None:
-        """Whether the engine's thread is gone, or has been in one step for too long."""
+        """Whether no engine is left whose thread lives and has not been in one step for too long."""
         return self.llm.trouble(self.stuck_after)
 
     def load(self) -> Load:
         """Sequences that run and wait, as they are at this moment, whether or not a step is under way."""
-        scheduler = self.llm.engine.scheduler
-        return Load(len(scheduler.running), len(scheduler.waiting))
+        schedulers = [engine.scheduler for engine in self._engines]
+        return Load(sum(len(one.running) for one in schedulers), sum(len(one.waiting) for one in schedulers))
 
     async def aclose(self) -> None:
         """Abort what runs, and give threads and memory back."""

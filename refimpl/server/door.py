@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import re
 import time
@@ -15,6 +14,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refimpl.server.errors import ApiError, ClientGoneError
+from refimpl.server.keys import given_key
 
 access_log = logging.getLogger("refimpl.server.access")
 log = logging.getLogger("refimpl.server")
@@ -153,20 +153,15 @@ class Door:
 
     def _tenant(self, headers: dict[bytes, str]) -> str | None:
         """See that a key is right; whose it is, where there are several."""
-        scheme, _, given = headers.get(b"authorization", "").partition(" ")
-        found = [
-            tenant
-            for key, tenant in self._tenants.items()
-            if hmac.compare_digest(key.encode(), given.strip().encode("latin-1", "replace"))
-        ]
-        if scheme.lower() != "bearer" or not found:
+        key = given_key(headers.get(b"authorization", ""), self._tenants)
+        if key is None:
             raise ApiError(
                 401,
                 "this server asks for a key: send the header Authorization: Bearer KEY (api_key of OpenAI's client)",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return found[0] if len(self._tenants) > 1 else None
+        return self._tenants[key] if len(self._tenants) > 1 else None
 
 
 async def send_error(error: ApiError, send: Send) -> None:

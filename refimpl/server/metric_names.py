@@ -59,11 +59,6 @@ class MetricName:
     """Of a histogram: the upper bounds, but for the last, which is infinite."""
     in_vllm: bool = True
 
-    @property
-    def full_name(self) -> str:
-        """The name as it is exposed, without prefix; of a histogram, what ``_bucket``, ``_sum`` and ``_count`` follow."""
-        return f"{self.name}_total" if self.kind == "counter" else self.name
-
 
 def lengths_up_to(longest: int) -> tuple[float, ...]:
     """1, 2, 5, 10, 20, 50, … as far as ``longest`` tokens."""

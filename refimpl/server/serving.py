@@ -13,11 +13,11 @@ from fastapi import FastAPI
 from refimpl.config import EngineArgs
 from refimpl.errors import RefimplError
 from refimpl.server.app import make_app
+from refimpl.server.client import LocalClient
 from refimpl.server.door import LOOPBACK_NAMES, DoorRules
 from refimpl.server.limits import Limits
 from refimpl.server.metrics import ServerMetrics
 from refimpl.server.observing import observe
-from refimpl.server.replicas_client import ReplicasClient
 from refimpl.server.router import Replicas
 from refimpl.server.runner import Listening, Runner
 from refimpl.server.serve_options import ServeOptions
@@ -51,7 +51,7 @@ class Serving:
         with listening.bind() as bound:
             options = {one.name: getattr(args, one.name) for one in dataclasses.fields(args)}
             with Replicas(**options, data_parallel_size=self.options.data_parallel_size) as llm:
-                service = Service(ReplicasClient(llm, self.options.stuck_after), self.names, self.limits)
+                service = Service(LocalClient(llm, llm.engines, self.options.stuck_after), self.names, self.limits)
                 app = make_app(service, self.rules())
                 metrics = self.observe(app, service, llm)
                 _warm_up(llm)

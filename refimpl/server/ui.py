@@ -13,7 +13,6 @@ on this machine alone, who did not come through a proxy. All others see the same
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
@@ -25,6 +24,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from refimpl.errors import RefimplError
+from refimpl.server.keys import given_key
 from refimpl.server.ui_viewers import Hub, TooManyViewersError, Viewer
 from refimpl.visualizers import batch_timeline, block_map
 from refimpl.visualizers.page import script, style
@@ -110,10 +110,7 @@ def make_router(
 def may_read(request: Request, api_keys: Sequence[str]) -> bool:
     """Whether texts of prompts and answers may be sent to this client."""
     if api_keys:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        asked = given.strip().encode("utf-8", "replace")
-        right = [hmac.compare_digest(asked, key.encode()) for key in api_keys]  # all: how long it takes says nothing
-        return scheme.lower() == "bearer" and any(right)
+        return given_key(request.headers.get("authorization", ""), api_keys) is not None
     here = request.client is not None and request.client.host in HERE
     return here and not any(name in request.headers for name in FORWARDED)
 

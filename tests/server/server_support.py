@@ -25,7 +25,7 @@ class LiveServer:
     def __init__(self, *, limits=None, rules=None, stuck_after=60.0, shutdown_timeout=5.0, names=("tiny",), **engine):
         before = set(threading.enumerate())
         self.llm = AsyncLLM("tiny", **{**ENGINE, **engine})
-        self.service = Service(LocalClient(self.llm, stuck_after), names, limits or Limits())
+        self.service = Service(LocalClient(self.llm, [self.llm.engine], stuck_after), names, limits or Limits())
         self.app = make_app(self.service, rules or DoorRules())
         listening = Listening(port=0, shutdown_timeout=shutdown_timeout)
         self.socket = listening.bind()

@@ -296,8 +296,8 @@ def test_the_dashboard_names_metrics_that_exist_and_leaves_none_out():
             named.update(names)
     exposed = {}
     for metric in METRICS:
-        ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
-        exposed |= {metric.full_name + end: metric.name for end in ends}
+        ends = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}[metric.kind]
+        exposed |= {metric.name + end: metric.name for end in ends}
     assert named <= exposed.keys()
     assert {exposed[name] for name in named} == {metric.name for metric in METRICS}
     assert "/metrics" in folder.joinpath("prometheus.yml").read_text()
