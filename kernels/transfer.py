@@ -24,7 +24,7 @@ from torch import Tensor
 PIECE_BYTES = 16 * 2**20
 """Of a piece: small beside the memory of a host, large beside what ordering a transfer costs."""
 MOST_READERS = 8
-"""Threads that copy pieces, where there are the cores. One copied 2.8 GB in a second of its time: eight make 22, by arithmetic."""
+"""Threads that copy pieces, where there are the cores. One copied 2.8 GB in a second of its time: eight make 22, by sums."""
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
