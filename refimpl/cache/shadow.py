@@ -61,6 +61,10 @@ class ShadowExecutor:
         """(block id, offset) → fingerprint; what was never written is missing."""
         self._host_memory: dict[tuple[int, int], bytes] = {}
 
+    def table(self, slot: int) -> tuple[int, ...]:
+        """The blocks of the sequence in a slot, as it was told of them."""
+        return tuple(self._slots[slot].block_ids)
+
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Replay a step and draw its tokens."""
         self._apply(output)

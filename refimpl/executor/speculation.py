@@ -164,6 +164,8 @@ class Speculation:
         drafts = replace(drafts, token_ids=drafts.token_ids.to(device), num=drafts.num.to(device))
         if drafts.probs is not None:
             drafts = replace(drafts, probs=drafts.probs.to(device))
+        if drafts.laws is not None:
+            drafts = replace(drafts, laws=drafts.laws.to(device))
         drafts = drafts.padded(drafted.most)
         are_tokens = (drafts.token_ids >= 0) & (drafts.token_ids < self._batch.sampling.vocab_size)
         num = torch.minimum(torch.minimum(drafts.num, drafted.num_planned), are_tokens.long().cumprod(-1).sum(-1))

@@ -67,9 +67,11 @@ class Scheduler(TakesIn):
         plan.chosen = [(s.slot, s.token_ids[-1]) for s in self._continued if s.slot is not None]
         plan.born, self._born, self._continued = self._born, [], []
         plan.preempted[:0] = self._dropped
-        changes, decisions, refused = self.kv.take_cache_changes(), self._log.take(), self._refused
-        output = plan.freeze(self._last_batch, self._arrived, self._aborted, changes, decisions, refused)
-        self._arrived, self._aborted, self._dropped, self._refused = [], [], [], []
+        changes, decisions = self.kv.take_cache_changes(), self._log.take()
+        output = plan.freeze(self._last_batch, self._arrived, self._aborted, changes, decisions, self._refused)
+        self._arrived, self._aborted, self._dropped = [], [], []
+        if not output.empty:  # else no executor sees it
+            self._refused = []
         self._last_batch = output.batch
         self.step = self._log.step = self.step + 1
         return output

@@ -150,11 +150,18 @@ class Driver:
             self.check()
             if not output.empty:
                 self.in_flight.append((output, self.executor.run(output)))
+                self.same_tables()
             if self.in_flight and (len(self.in_flight) > self.depth or output.empty):
                 self.take_in()
             if output.empty:
                 self.record(output, StepUpdate([]))
             return output
+
+    def same_tables(self):
+        """What the executor was told adds up to the scheduler's own tables."""
+        for sequence in self.scheduler.running:
+            told, meant = self.executor.table(sequence.slot), self.kv.table(sequence.sequence_id)
+            assert told == meant, f"the executor has {told} as the table of {sequence.name}, and it is {meant}"
 
     def take_in(self):
         output, drawn = self.in_flight.pop(0)

@@ -230,9 +230,14 @@ def test_a_stop_token_in_an_accepted_run_ends_it_there():
             assert output.outputs[0].finish_reason == reason
 
 
-def test_slots_are_taken_by_position_where_the_last_block_is_nearly_full(plain):
-    """Blocks of 4, a length of 3 modulo 4, K = 4, and a table with gaps (F25)."""
-    with engine(other_model(4), block_allocator="lowest_first", enable_prefix_caching=False) as llm:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_slots_are_taken_by_position_where_the_last_block_is_nearly_full(plain, overlap):
+    """Blocks of 4, a length of 3 modulo 4, K = 4, and a table with gaps (F25).
+
+    With overlap steps are planned that have no rows, since all drafts of the last one might be accepted.
+    """
+    options = {"block_allocator": "lowest_first", "enable_prefix_caching": False, "async_scheduling": overlap}
+    with engine(other_model(4), **options) as llm:
         params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
         for i, prompt in enumerate(PROMPTS):
             llm.engine.add_request(f"short {i}", [1] * 6, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
