@@ -34,7 +34,7 @@ c10d: Any = torch.distributed.distributed_c10d
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watch over NCCL ends the process, which may be somebody's notebook. A dead or stuck rank is found by ours."""
 ONE_OPERATION = timedelta(hours=1)
-"""After which a collective gives up by itself. Who watches the processes notices long before."""
+"""After which a collective gives up by itself, even if all ranks have entered it. Who watches the ranks notices before."""
 
 
 @dataclass
@@ -65,6 +65,8 @@ class Collectives:
         self.size: int = backend.size()
         self.device = device
         self.traffic = Traffic()
+        self.entered = 0
+        """Collectives that this rank has entered: the same number on every rank that is as far."""
         self.shorter: tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]] | None = None
         """For which sums there is a shorter way, and that way."""
         self._backend = backend
@@ -80,7 +82,7 @@ class Collectives:
         x = x.contiguous()
         self.traffic.all_reduces += 1
         self.traffic.all_reduce_bytes += x.nbytes
-        if self._muted:
+        if not self._enters():
             return x
         if self.shorter is not None and self.shorter[0](x):
             return self.shorter[1](x)
@@ -92,7 +94,7 @@ class Collectives:
         x = x.contiguous()
         self.traffic.gathers += 1
         self.traffic.gather_bytes += x.nbytes
-        if self._muted:
+        if not self._enters():
             return x.unsqueeze(0).expand(self.size, *x.shape)
         found = x.new_empty(self.size * len(x), *x.shape[1:])
         self._backend._allgather_base(found, x, self._gather).wait()
@@ -103,16 +105,21 @@ class Collectives:
         x = x.contiguous()
         self.traffic.broadcasts += 1
         self.traffic.broadcast_bytes += x.nbytes
-        if not self._muted:
+        if self._enters():
             self._backend.broadcast([x], self._from_first).wait()
         return x
 
     def least(self, value: int) -> int:
         """The least of the ranks' values. The host waits for it."""
         values = torch.tensor([value], dtype=torch.int64, device=self.device)
-        if not self._muted:
+        if self._enters():
             self._backend.allreduce([values], self._min).wait()
         return int(values)
+
+    def _enters(self) -> bool:
+        """Whether a collective is made with the others; if so, this rank has entered one more."""
+        self.entered += not self._muted
+        return not self._muted
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from rank_processes import PATIENCE, assert_nothing_is_left, is_alive
+from rank_processes import PATIENCE, assert_nothing_is_left, ended_in_the_midst, is_alive
 
 from refimpl import LLM
 from refimpl.errors import RankFailedError
@@ -27,6 +27,19 @@ def test_a_rank_that_dies_at_its_start_fails_the_construction_with_what_it_wrote
     with pytest.raises(RankFailedError, match="rank 1 ended with exit code 7:\n    no such driver"):
         LLM("tiny", tensor_parallel_size=2)
     assert_nothing_is_left(watches[0])
+
+
+def test_a_rank_whose_work_is_stuck_is_noticed_although_it_says_that_it_lives(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if 'REFIMPL_ENGINE' in os.environ:\n"
+        "    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))  # in the main thread alone\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    llm = LLM("tiny", tensor_parallel_size=2, distributed_timeout_seconds=8)
+    sample = ended_in_the_midst(llm, "SIGUSR1")
+    assert sample.finish_reason == "error"
+    assert "rank 1 lives but is stuck: others have waited" in sample.stop_reason
 
 
 def test_a_rank_that_cannot_load_fails_the_construction_with_its_error(monkeypatch):
@@ -54,7 +67,7 @@ ORPHANS = """
 import socket, sys
 from refimpl.parallel.processes import Processes
 from refimpl.parallel.watch import Watch
-watch = Watch(2, {1: b"{}"}, Processes(2), socket.create_server(("127.0.0.1", 0)), b"token")
+watch = Watch(2, {1: b"{}"}, Processes(2), socket.create_server(("127.0.0.1", 0)), b"token", 300)
 watch.wait_connected()
 print(*watch.process_ids, flush=True)
 sys.stdin.read()
