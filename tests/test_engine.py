@@ -141,10 +141,10 @@ def test_a_cache_that_cannot_hold_two_blocks_is_refused_with_the_sum():
 
 
 def test_weights_that_do_not_fit_are_refused_before_loading(monkeypatch):
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match="GiB in float32; cpu has 0"):
         make(device="cpu", dtype="float32")
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 3 * tiny().config.num_parameters)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 3 * tiny().config.num_parameters)
     with pytest.raises(OutOfMemoryError, match=r"dtype=bfloat16 takes 0\.0 GiB and fits, or use another device"):
         make(device="cpu", dtype="float32")
 

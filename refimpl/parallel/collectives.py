@@ -27,6 +27,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from refimpl.parallel import torchrun
 from refimpl.parallel.wire import LOOPBACK
 
 c10d: Any = torch.distributed.distributed_c10d
@@ -57,12 +58,14 @@ class Collectives:
     Args:
         backend: of torch.distributed, connected.
         device: where its tensors are.
+        here: how many of the ranks run on this machine.
 
     """
 
-    def __init__(self, backend: Any, device: torch.device) -> None:
+    def __init__(self, backend: Any, device: torch.device, here: int) -> None:
         self.rank: int = backend.rank()
         self.size: int = backend.size()
+        self.here = here
         self.device = device
         self.traffic = Traffic()
         self.entered = 0
@@ -166,13 +169,14 @@ def join(store: Any, rank: int, size: int, device: torch.device, loopback: bool 
         loopback: whether all are on this machine, so that gloo need not listen to others.
 
     """
+    here = size if loopback else torchrun.ranks_here(size)
     if device.type == "cuda":
-        return _connected(_nccl(store, rank, size), device)
+        return _connected(_nccl(store, rank, size), device, here)
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = ONE_OPERATION
     make = c10d.ProcessGroupGloo.create_device
     options._devices = [make(hostname=LOOPBACK) if loopback else c10d.ProcessGroupGloo.create_default_device()]
-    return _connected(c10d.ProcessGroupGloo(store, rank, size, options), device)
+    return _connected(c10d.ProcessGroupGloo(store, rank, size, options), device, here)
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
@@ -194,8 +198,8 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _connected(backend: Any, device: torch.device) -> Collectives:
+def _connected(backend: Any, device: torch.device, here: int) -> Collectives:
     """The first collective makes the connections, and NCCL's buffers: before anything else takes memory."""
-    ranks = Collectives(backend, device)
+    ranks = Collectives(backend, device, here)
     ranks.least(0)
     return ranks

@@ -460,11 +460,11 @@ def test_a_draft_model_is_counted_before_anything_is_loaded(monkeypatch, unread)
     target, draft = tiny(), tiny(seed=1)
     drafts = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
     size = 8 * target.config.num_parameters
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 2 * size - 1)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 2 * size - 1)
     with pytest.raises(OutOfMemoryError, match=r"and tiny, its draft model, 0\.00 .*dtype=bfloat16 takes") as caught:
         LLM(target, dtype="float64", speculative_config=drafts)
     assert caught.value.numbers["needed"] == 2 * size
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match="Use a smaller model, or none that drafts, or use another device"):
         LLM(target, dtype="float64", speculative_config=drafts)
 

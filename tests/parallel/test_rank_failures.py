@@ -11,10 +11,11 @@ import pytest
 from rank_processes import PATIENCE, assert_nothing_is_left, ended_in_the_midst, is_alive
 
 from refimpl import LLM
-from refimpl.errors import RankFailedError
+from refimpl.errors import OutOfMemoryError, RankFailedError
+from refimpl.model_shares import share_of
 from refimpl.models.tiny import tiny
 from refimpl.parallel import executor as parallel_executor
-from refimpl.parallel import wire
+from refimpl.parallel import torchrun, wire
 from refimpl.parallel.setup import Model
 
 
@@ -48,6 +49,24 @@ def test_a_rank_that_cannot_load_fails_the_construction_with_its_error(monkeypat
     with pytest.raises(RankFailedError, match="rank 1 failed: no model at '/no/such/folder'"):
         LLM("tiny", tensor_parallel_size=2)
     assert_nothing_is_left(watches[0])
+
+
+def test_the_ranks_of_a_machine_need_room_for_all_of_their_shares(monkeypatch):
+    """Each share alone would fit, and more: nothing is loaded."""
+    watches = kept_watches(monkeypatch)
+    share = 8 * share_of(tiny().config, 2).num_parameters
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 2 * share - 1)
+    with pytest.raises(OutOfMemoryError, match="on each of 2 ranks here, together") as caught:
+        LLM("tiny", tensor_parallel_size=2, dtype="float64")
+    assert caught.value.numbers == {"needed": 2 * share, "free": 2 * share - 1}
+    assert_nothing_is_left(watches[0])
+
+
+def test_ranks_on_other_machines_take_nothing_of_this_ones_memory(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert torchrun.ranks_here(16) == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert torchrun.ranks_here(16) == 8
 
 
 def test_a_failure_on_rank_0_ends_the_others(monkeypatch):
