@@ -20,7 +20,8 @@ from refimpl.executor import gpu_memory, memory, memory_advice, serving, warm_up
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
-from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation, open_draft_model, record_drafter
+from refimpl.executor.draft_weights import Drafter, open_draft_weights
+from refimpl.executor.drafters import make_drafting, make_speculation, record_drafter
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.executor.model_runner import ModelRunner
@@ -28,11 +29,10 @@ from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.preemption_costs import measure
 from refimpl.executor.stages import Stages
-from refimpl.executor.weights import check_room, draft_bytes, free_before_loading, held_in, method_of
+from refimpl.executor.weights import check_room, free_before_loading, held_in, method_of
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
-from refimpl.model_shares import share_if_it_fits, share_of
-from refimpl.models.llama import LlamaForCausalLM
+from refimpl.model_shares import share_of
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
 from refimpl.quantization.method import weight_bytes
 from refimpl.ranks import ALONE, Ranks
@@ -100,25 +100,22 @@ class LocalExecutor:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
 
     def _load(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
-        """The weights, and those of a draft model; first of all it is seen that there is room for both."""
+        """The weights, and those of what drafts; first of all it is seen that there is room for both."""
         speculative: SpeculativeConfig | None = args.speculative_config
-        draft = open_draft_model(speculative, checkpoint, self._ranks)
+        draft = open_draft_weights(speculative, checkpoint, self.device, self._ranks)
         if draft is not None:
-            share = share_if_it_fits(draft.config, self._ranks.size)
-            self.weight_bytes += draft_bytes(share, self.device, self.dtype.itemsize)
-            self.block_bytes += memory.block_bytes(share, args.block_size, self.dtype.itemsize)
+            self.weight_bytes += draft.weight_bytes(self.dtype.itemsize)
+            self.block_bytes += draft.block_bytes(args.block_size, self.dtype.itemsize)
         if self.device.type == "cuda":
-            drafts = None if draft is None else draft.config
-            self.memory = gpu_memory.before_loading(args, checkpoint.config, self.dtype, self.device, drafts)
-            told = checkpoint.name if draft is None else f"{checkpoint.name} with its draft model {draft.name}"
+            self.memory = gpu_memory.before_loading(args, checkpoint.config, self.dtype, self.device, draft)
+            told = checkpoint.name if draft is None else f"{checkpoint.name} with {draft.told}"
             memory_advice.check_weights(self.memory, told, held_in(self._method, self.dtype), str(self.device))
         else:
             check_room(checkpoint, draft, self._method, self.dtype, self.device, self._ranks, self._free)
         self._model = load_model(
             *(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len, self._method), self._ranks
         )
-        draft_args = args, self.dtype, self.device, max_model_len, self._ranks
-        self._draft = None if draft is None else load_draft_model(draft, *draft_args)
+        self._drafter = None if draft is None else draft.load(self._model, args, max_model_len)
         if self.memory is not None:
             laws = 1 if speculative is None else 1 + speculative.num_speculative_tokens
             self.memory = gpu_memory.with_weights(self.memory, self.device)
@@ -128,7 +125,7 @@ class LocalExecutor:
         """Model, cache and runner, in this order: the cache takes what the rest leaves."""
         config = checkpoint.config
         self._load(args, checkpoint, max_model_len)
-        speculative, draft = args.speculative_config, self._draft
+        speculative = args.speculative_config
         windowed = self._model.config.windowed  # of the model as it is built, for contexts of max_model_len
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size, windowed)
         backend = choose_backend(args.attention_backend, setting)
@@ -163,7 +160,7 @@ class LocalExecutor:
         self.runner = ModelRunner(self._model, kv_cache, batch, backend, self._ranks)
         if speculative is not None:
             self.stages.enter("making ready to draft")
-            self.runner.speculation = make_speculation(speculative, args, checkpoint, draft, self.runner)
+            self.runner.speculation = make_speculation(speculative, args, self._drafter, self.runner)
         self.stages.enter("timing a preemption")
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
@@ -222,7 +219,7 @@ class LocalExecutor:
             runner.kv_cache.release()
             if runner.speculation is not None:
                 runner.speculation.proposer.release()
-        models: list[LlamaForCausalLM | None] = [self.__dict__.pop(name, None) for name in ("_model", "_draft")]
+        models: list[Drafter | None] = [self.__dict__.pop(name, None) for name in ("_model", "_drafter")]
         for model in models:
             if model is not None:
                 model.release()

@@ -12,8 +12,9 @@ import torch
 from refimpl.config import GIB, EngineArgs, ModelConfig
 from refimpl.errors import OutOfMemoryError
 from refimpl.executor.device import free_host_memory
+from refimpl.executor.draft_weights import DraftWeights
 from refimpl.loading.checkpoint import Checkpoint
-from refimpl.model_shares import share_if_it_fits, share_of
+from refimpl.model_shares import share_of
 from refimpl.quantization.awq import Awq
 from refimpl.quantization.choose import choose_method, fits_widened, methods_for
 from refimpl.quantization.method import LinearMethod, weight_bytes
@@ -58,14 +59,9 @@ def held_in(method: LinearMethod, dtype: torch.dtype) -> str:
     return f"{method.name} (embeddings and output head in {name})" if method.name else name
 
 
-def draft_bytes(draft: ModelConfig, device: torch.device, bytes_per_value: int) -> int:
-    """What a draft model takes, held as its checkpoint has it."""
-    return weight_bytes(draft, choose_method(None, device, draft), bytes_per_value)
-
-
 def check_room(
     checkpoint: Checkpoint,
-    draft: Checkpoint | None,
+    draft: DraftWeights | None,
     method: LinearMethod,
     dtype: torch.dtype,
     device: torch.device,
@@ -76,7 +72,7 @@ def check_room(
 
     Args:
         checkpoint: the model.
-        draft: that of its draft model, if there is one.
+        draft: the weights of what drafts, if there are any.
         method: of the model's matrices.
         dtype: of all else.
         device: the CPU.
@@ -88,20 +84,18 @@ def check_room(
 
     """
     config = share_of(checkpoint.config, ranks.size)
-    drafts = None if draft is None else share_if_it_fits(draft.config, ranks.size)
 
     def together(method: LinearMethod, size: int) -> int:
-        each = weight_bytes(config, method, size) + (0 if drafts is None else draft_bytes(drafts, device, size))
-        return ranks.here * each
+        return ranks.here * (weight_bytes(config, method, size) + (0 if draft is None else draft.weight_bytes(size)))
 
     needed = together(method, dtype.itemsize)
     if needed <= free:
         return
     said = f"{config.num_parameters / 1e9:.2f} billion weights"
-    if draft is not None and drafts is not None:
-        theirs = draft_bytes(drafts, device, dtype.itemsize)
-        said += f" ({(needed / ranks.here - theirs) / GIB:.1f} GiB), and {draft.name}, its draft model, "
-        said += f"{drafts.num_parameters / 1e9:.2f} ({theirs / GIB:.1f} GiB)"
+    if draft is not None:
+        theirs = draft.weight_bytes(dtype.itemsize)
+        said += f" ({(needed / ranks.here - theirs) / GIB:.1f} GiB), and {draft.told} has {draft.num_weights / 1e9:.2f}"
+        said += f" ({theirs / GIB:.1f} GiB)"
     if ranks.here > 1:
         said += f" on each of {ranks.here} ranks here, together"
     smaller = _smaller(method, config, dtype, device).items()

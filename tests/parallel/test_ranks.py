@@ -202,7 +202,7 @@ def test_drafts_are_the_same_on_every_rank(config, overlap):
     options = {"speculative_config": config | {"sampler": "coupled"}, "async_scheduling": overlap}
     with opened(1, tiny()) as plain, opened(2, tiny(), **options) as llm:
         assert tokens_of(answers(llm)) == tokens_of(answers(plain))
-        draft = llm.engine.executor._local._draft
+        draft = llm.engine.executor._local._drafter
         assert draft is None or draft.share.num_attention_heads == 2, "split as the target is"
 
 
