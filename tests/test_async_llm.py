@@ -390,7 +390,7 @@ def test_a_stream_keeps_its_llm_alive():
 
 def test_an_idle_one_takes_no_processor_time(llm):
     run(_generate_once(llm))
-    clock = time.pthread_getcpuclockid(llm._thread._thread.ident)
+    clock = time.pthread_getcpuclockid(llm.step_thread._thread.ident)
 
     def used(seconds):
         before = time.clock_gettime(clock)
@@ -530,7 +530,7 @@ def test_random_leaving_forking_and_aborting_leaves_nothing_behind(overlap):
             await until(lambda: not llm.engine.has_unfinished_requests())
             assert await llm.audit() == []
             assert (await llm.memory_report()).usage.used_blocks == 0
-            assert llm._thread._mailboxes == {}
+            assert llm.step_thread._mailboxes == {}
 
     run(main())
 

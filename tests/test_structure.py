@@ -355,6 +355,18 @@ def test_everything_public_has_a_docstring():
     assert without == []
 
 
+def test_nobody_reads_what_an_engine_or_its_host_keeps_to_itself():
+    """Objects that go by these names, wherever they are kept: ``self.engine``, ``replica.llm``."""
+    read = []
+    for path in files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+                if owner in ("engine", "llm", "async_llm"):
+                    read.append(f"{path}:{node.lineno} reads {owner}.{node.attr}")
+    assert read == []
+
+
 # ---------------------------------------------------------------------- how long things are
 
 
