@@ -8,13 +8,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
 from refimpl.beam_params import BeamSearchParams
 from refimpl.cache import Violation
+from refimpl.closing import AsyncClosing
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RefimplError
@@ -118,7 +118,7 @@ class RequestStream:
             self.abort()
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncClosing):
     """A model, ready to generate for many callers at once, from any event loop and any thread.
 
     One thread steps the engine; everything else is asked of it and served between two steps. It has no event loop of its
@@ -317,22 +317,6 @@ class AsyncLLM:
         if self.engine.in_its_process:
             await asyncio.shield(asyncio.wrap_future(self.step_thread.begin_to_close()))
         self.close()
-
-    def __enter__(self) -> AsyncLLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 def _begun_already() -> PreparedRequest:

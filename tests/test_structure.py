@@ -62,7 +62,7 @@ LAYERS = [
         "request_book",
         "sampling_intake",
     },
-    {"llm", "async_llm", "step_thread", "watchdog", "comm_messages"},
+    {"llm", "async_llm", "step_thread", "watchdog", "comm_messages", "closing"},
     {
         "server",
         "bench",
