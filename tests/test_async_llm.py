@@ -30,7 +30,8 @@ LONG = SamplingParams(max_tokens=1000, ignore_eos=True, output_kind="delta")
 @pytest.fixture
 def llm():
     before = set(threading.enumerate())
-    with AsyncLLM("tiny", max_model_len=1200, num_gpu_blocks_override=200, enable_prefix_caching=False) as llm:
+    options = {"max_model_len": 1200, "num_gpu_blocks_override": 200, "enable_prefix_caching": False}
+    with AsyncLLM("tiny", dtype="float64", **options) as llm:  # so that what else runs changes no digit that is told
         yield llm
     assert set(threading.enumerate()) <= before
 
@@ -126,7 +127,7 @@ def test_prompts_come_in_every_form_and_as_messages(llm):
         outputs = [await llm.generate(form, short()) for form in forms]
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
         answer = await llm.chat([{"role": "user", "content": "Hi"}], short())
-        with LLM("tiny") as other:
+        with LLM("tiny", dtype="float64") as other:
             [expected] = other.chat([{"role": "user", "content": "Hi"}], short(), use_tqdm=False)
         assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
 
@@ -567,7 +568,7 @@ SEARCH = BeamSearchParams(beam_width=3, max_tokens=12)
 
 
 def test_a_search_gives_what_llm_gives_best_first_beside_other_requests(llm):
-    with LLM("tiny") as other:
+    with LLM("tiny", dtype="float64") as other:
         [wanted] = other.beam_search("Hello", SEARCH, use_tqdm=False)
     scores = [sample.score for sample in wanted.outputs]
     assert scores == sorted(scores, reverse=True)
