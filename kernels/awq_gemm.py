@@ -13,8 +13,8 @@ weights at once, leaves the whole number (Kim et al. 2022, "Who Says Elephants C
 
     nibbles of a pair   w >> 4g & 0x000F000F │ 0x43004300     ─►  (128 + v₁, 128 + v₀) − (128 + z, 128 + z)
 
-Matrices with few rows are cut along their inputs too: SPLITS programs share a tile of outputs, and the last to arrive adds
-their sums up, as in :mod:`refimpl.kernels.fp8_gemm`. With ``GATED`` the rows are pairs of SwiGLU's two matrices.
+Matrices with few rows are cut along their inputs too, and SwiGLU's two matrices are taken at once:
+:mod:`refimpl.kernels.few_tokens`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from refimpl.errors import RefimplError
 from refimpl.kernels.attention_tiles import operand, target_of
 from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, TENSOR_CORES_FROM, most_tokens, padded_groups
-from refimpl.kernels.fp8_gemm import all_parts, rows_of
+from refimpl.kernels.few_tokens import all_parts, room_for_parts, rows_of, write_product
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
 
@@ -187,14 +187,7 @@ def awq_linear_kernel(
     if SPLITS > 1:
         sums, last = all_parts(sums, parts, arrivals, SPLITS)
     if last:
-        product = sums
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(product, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))  # [ROWS / 2, TOKENS]
-            product = gate / (1.0 + tl.exp(-gate)) * up
-        output = tl.program_id(1) * product.shape[0] + tl.arange(0, product.shape[0])
-        place = result + token.to(tl.int64)[None, :] * result_stride + output[:, None]
-        mask = (output < out_features)[:, None] & there[None, :]
-        tl.store(place, product.to(result.dtype.element_ty), mask=mask)
+        write_product(sums, result, result_stride, token, there, out_features, GATED)
 
 
 def awq_linear(
@@ -280,15 +273,11 @@ def _launch(
         return result
     one = cut(T, num_rows, in_features, group_size, target_of(x.device).capability)
     grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, one.rows), one.splits)
-    parts = scales  # not looked at
-    if one.splits > 1:
-        parts = x.new_empty(grid[0] * grid[1] * grid[2] * one.rows * one.tokens, dtype=torch.float32)
-        if arrivals is None:
-            arrivals = x.new_zeros(num_arrivals(num_rows, T), dtype=torch.int32)
+    parts, arrivals = room_for_parts(scales, grid, one.rows * one.tokens, arrivals)
     strides = (x.stride(0), words.stride(0), scales.stride(0), zeros.stride(0), result.stride(0))
     with device_of(x):
         awq_linear_kernel[grid](
-            *(x, words, scales, zeros, result, parts, parts if arrivals is None else arrivals),
+            *(x, words, scales, zeros, result, parts, arrivals),
             *(*strides, T, result.shape[1], in_features),
             GATED=gated,
             **compiled_in(one, group_size),

@@ -10,20 +10,19 @@ The weight is the taller side of a product on tensor cores, which take e4m3 as i
 
     weight [ROWS, COLUMNS] · (values [TOKENS, COLUMNS])ᵀ  added up over COLUMNS  ─►  [ROWS, TOKENS]
 
-A matrix of 4,096 outputs is 64 tiles, too few for 132 processors: SPLITS programs share a tile's columns, each leaves its
-sums in memory, and the last to arrive adds them up, always in the same order. With ``GATED`` the rows are pairs of SwiGLU's
-two matrices (Shazeer 2020), and what is written is ``silu(gate) · up``.
+A matrix of 4,096 outputs is 64 tiles, too few for 132 processors: SPLITS programs share a tile's columns. How they add up,
+and SwiGLU's two matrices at once: :mod:`refimpl.kernels.few_tokens`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from refimpl.kernels.few_tokens import all_parts, room_for_parts, rows_of, write_product
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
 
@@ -66,40 +65,6 @@ def cut(num_tokens: int, num_rows: int, in_features: int) -> Cut:
         return Cut(tokens, 2 * ROWS, 128, 6 if tokens == 16 else 5, 1, 4)
     shared = 2 * tiles <= PROCESSORS and in_features >= (4096 if tokens in (32, 64) else 8192)
     return Cut(tokens, ROWS, columns, num_stages, 2 if shared else 1, 4)
-
-
-@triton.jit
-def rows_of(out_features: tl.tensor, GATED: tl.constexpr, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Which rows of the weight are this program's, and which of them exist. [ROWS] each.
-
-    With ``GATED`` the matrix has twice ``out_features`` rows, gate's first; a program takes pairs, side by side.
-    """
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    if GATED:
-        inside = row // 2 < out_features
-        row = row // 2 + row % 2 * out_features
-    else:
-        inside = row < out_features
-    return tl.where(inside, row, 0), inside
-
-
-@triton.jit
-def all_parts(sums: tl.tensor, parts: tl.tensor, arrivals: tl.tensor, SPLITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Leave this program's sums in memory; the last program of a tile gets the whole, the others False."""
-    ROWS: tl.constexpr = sums.shape[0]
-    TOKENS: tl.constexpr = sums.shape[1]
-    tile = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
-    place = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    own = parts + tile.to(tl.int64) * (SPLITS * ROWS * TOKENS) + place
-    tl.store(own + tl.program_id(2) * (ROWS * TOKENS), sums)
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
-    if last:
-        sums = tl.zeros([ROWS, TOKENS], tl.float32)
-        for split in range(SPLITS):
-            sums += tl.load(own + split * (ROWS * TOKENS), cache_modifier=".cg")
-        tl.store(arrivals + tile, 0)  # for the next launch
-    return sums, last
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # one compilation for any number that a tile has room for
@@ -148,13 +113,7 @@ def fp8_linear_kernel(
         sums, last = all_parts(sums, parts, arrivals, SPLITS)
     if last:
         product = sums * scale[:, None] * tl.load(scales + token, mask=there, other=0.0)[None, :]
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(product, (ROWS // 2, 2, TOKENS)), (0, 2, 1)))  # [ROWS / 2, TOKENS]
-            product = gate / (1.0 + tl.exp(-gate)) * up
-        output = tl.program_id(1) * product.shape[0] + tl.arange(0, product.shape[0])
-        place = result + token.to(tl.int64)[None, :] * result_stride + output[:, None]
-        mask = (output < out_features)[:, None] & there[None, :]
-        tl.store(place, product.to(result.dtype.element_ty), mask=mask)
+        write_product(product, result, result_stride, token, there, out_features, GATED)
 
 
 def fp8_linear(
@@ -219,14 +178,10 @@ def _launch(
         return result
     one = cut(T, num_rows, in_features)
     grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, one.rows), one.splits)
-    parts = scales  # not looked at
-    if one.splits > 1:
-        parts = scales.new_empty(grid[0] * grid[1] * grid[2] * one.rows * one.tokens)
-        if arrivals is None:
-            arrivals = scales.new_zeros(num_arrivals(num_rows, T), dtype=torch.int32)
+    parts, arrivals = room_for_parts(scales, grid, one.rows * one.tokens, arrivals)
     with device_of(values):
         fp8_linear_kernel[grid](
-            *(values, scales, weight, weight_scales, result, parts, parts if arrivals is None else arrivals),
+            *(values, scales, weight, weight_scales, result, parts, arrivals),
             *(values.stride(0), weight.stride(0), result.stride(0), T, result.shape[1], in_features),
             GATED=gated,
             **compiled_in(one),

@@ -24,7 +24,8 @@ from torch import Tensor
 from refimpl.kernels import reference
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
-from refimpl.kernels.rms_norm import tile
+from refimpl.kernels.rms_norm import normed_row, tile
+from refimpl.kernels.silu_mul import swiglu
 
 FP8_MAX = tl.constexpr(reference.FP8_MAX)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
@@ -96,8 +97,7 @@ def rms_norm_quantise_kernel(
         added = value.to(new_residual.dtype.element_ty)
         tl.store(new_residual + row * new_residual_stride + column, added, mask=inside)
         value = added.to(tl.float32)
-    root = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
-    normed = (value * root).to(x.dtype.element_ty).to(tl.float32) * gain
+    normed = normed_row(value, gain, H, eps, x.dtype.element_ty)
     normed = normed.to(x.dtype.element_ty).to(tl.float32)
     scale = _scale(tl.max(tl.abs(normed), axis=0))
     tl.store(values + row * values_stride + column, _rounded(normed, scale), mask=inside)
@@ -110,7 +110,7 @@ def _silu_mul(gate_up: tl.tensor, column: tl.tensor, size: tl.tensor) -> tl.tens
     inside = column < size
     gate = tl.load(gate_up + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + column, mask=inside, other=0.0).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty).to(tl.float32)
+    return swiglu(gate, up).to(gate_up.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

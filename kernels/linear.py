@@ -34,6 +34,7 @@ from refimpl.kernels import cases, reference
 from refimpl.kernels.attention_tiles import operand, target_of
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, dtypes_for, pointer, power_of_two
 from refimpl.kernels.overlap import OVERLAPS_FROM, after_previous, overlapping
+from refimpl.kernels.silu_mul import swiglu
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 MOST_TOKENS = 16
@@ -101,7 +102,7 @@ def one_token_kernel(
     outputs = tl.sum(sums, axis=1)  # [ROWS]
     if GATED:
         gate, up = tl.split(tl.reshape(outputs, (ROWS // 2, 2)))  # [ROWS / 2] each
-        outputs = gate / (1.0 + tl.exp(-gate)) * up
+        outputs = swiglu(gate, up)
     output = tl.program_id(0) * outputs.shape[0] + tl.arange(0, outputs.shape[0])
     tl.store(result + output, outputs.to(result.dtype.element_ty), mask=output < out_features)
 

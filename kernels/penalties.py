@@ -31,6 +31,17 @@ BLOCK = 512
 NUM_WARPS = 4
 
 
+@triton.jit
+def _text(
+    token_ids: tl.tensor, num_tokens: tl.tensor, token_ids_stride: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Text ``program_id(0)``, its places ``program_id(1) · BLOCK …``, which of them are written, and their tokens."""
+    text = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    written = place < tl.load(num_tokens + text)
+    return text, place, written, tl.load(token_ids + text * token_ids_stride + place, mask=written, other=0)
+
+
 @triton.jit(do_not_specialize=["token_ids_stride"])
 def count_kernel(
     token_ids: tl.tensor,
@@ -42,10 +53,7 @@ def count_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Places ``program_id(1) · BLOCK …`` of text ``program_id(0)``."""
-    text = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    written = place < tl.load(num_tokens + text)
-    token = tl.load(token_ids + text * token_ids_stride + place, mask=written, other=0)  # [BLOCK]
+    text, place, written, token = _text(token_ids, num_tokens, token_ids_stride, BLOCK)
     cell = counts + text * counts_stride + token
     output = place >= tl.load(num_prompt_tokens + text)
     tl.atomic_add(cell, 1, mask=written & output)
@@ -69,10 +77,7 @@ def penalise_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Places ``program_id(1) · BLOCK …`` of text ``program_id(0)``, which is of row ``rows[text]`` of the logits."""
-    text = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    written = place < tl.load(num_tokens + text)
-    token = tl.load(token_ids + text * token_ids_stride + place, mask=written, other=0)  # [BLOCK]
+    text, _, written, token = _text(token_ids, num_tokens, token_ids_stride, BLOCK)
     taken = tl.atomic_xchg(counts + text * counts_stride + token, 0, mask=written)  # [BLOCK]
     mine = written & (taken != 0)
     cell = logits + tl.load(rows + text).to(tl.int64) * logits_stride + token

@@ -34,7 +34,7 @@ from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 
 @triton.jit
-def _normed(row: tl.tensor, weight: tl.tensor, H: tl.tensor, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def normed_row(row: tl.tensor, weight: tl.tensor, H: tl.tensor, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """``row`` and ``weight`` are [BLOCK_H] in float32, zero beyond H."""
     root = tl.rsqrt(tl.sum(row * row, axis=0) / H + eps)
     return (row * root).to(dtype).to(tl.float32) * weight
@@ -59,7 +59,7 @@ def rms_norm_kernel(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
     after_previous(OVERLAP)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_H]
-    result = _normed(value, scale, H, eps, x.dtype.element_ty)
+    result = normed_row(value, scale, H, eps, x.dtype.element_ty)
     tl.store(normed + row * normed_stride + column, result.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -89,7 +89,7 @@ def add_rms_norm_kernel(
     value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     rounded = value.to(new_residual.dtype.element_ty)
     tl.store(new_residual + row * new_residual_stride + column, rounded, mask=inside)
-    result = _normed(rounded.to(tl.float32), scale, H, eps, x.dtype.element_ty)
+    result = normed_row(rounded.to(tl.float32), scale, H, eps, x.dtype.element_ty)
     tl.store(normed + row * normed_stride + column, result.to(normed.dtype.element_ty), mask=inside)
 
 

@@ -27,6 +27,12 @@ NUM_WARPS = 4
 
 
 @triton.jit
+def swiglu(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """``silu(gate) · up``, of float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def silu_mul_kernel(
     gate_up: tl.tensor,
     product: tl.tensor,
@@ -45,7 +51,7 @@ def silu_mul_kernel(
     after_previous(OVERLAP)
     gate = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     up = tl.load(start + size + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = swiglu(gate, up)
     tl.store(product + row * product_stride + column, result.to(product.dtype.element_ty), mask=inside)
 
 

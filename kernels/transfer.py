@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,12 @@ MOST_READERS = 8
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on a device, in their dtype and shape. On a CPU they are not copied."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def array_to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The same of an array of numpy's, in its own dtype or another."""
+    tensor = torch.from_numpy(numbers)
+    return to_device(tensor if dtype is None else tensor.to(dtype), device)
 
 
 def pieces_on(source: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:

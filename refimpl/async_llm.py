@@ -8,13 +8,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
 from refimpl.beam_params import BeamSearchParams
 from refimpl.cache import Violation
+from refimpl.closing import AsyncClosing
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import RefimplError
@@ -118,7 +118,7 @@ class RequestStream:
             self.abort()
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncClosing):
     """A model, ready to generate for many callers at once, from any event loop and any thread.
 
     One thread steps the engine; everything else is asked of it and served between two steps. It has no event loop of its
@@ -146,9 +146,10 @@ class AsyncLLM:
 
     def __init__(self, model: Any = "smollm2", **options: Any) -> None:
         self.engine = Engine(EngineArgs.from_options({"model": model, **options}))
-        self._thread = StepThread(self.engine)
+        self.step_thread = StepThread(self.engine)
+        """Who steps the engine. Streams hand it their requests."""
         self._numbers = itertools.count()
-        self._finalizer = weakref.finalize(self, self._thread.close)  # also at the exit of the interpreter
+        self._finalizer = weakref.finalize(self, self.step_thread.close)  # also at the exit of the interpreter
 
     # ------------------------------------------------------------------ requests
 
@@ -231,7 +232,7 @@ class AsyncLLM:
         chosen = self._new_id() if request_id is None else request_id
         params = SamplingParams() if params is None else params
         long = isinstance(prompt, str | list) and len(prompt) > LONG_TEXT
-        stream = RequestStream(self, self._thread, chosen)
+        stream = RequestStream(self, self.step_thread, chosen)
         return stream.prepare_with(lambda: self.engine.prepare(chosen, prompt, params, **options), later=long)
 
     def _new_id(self) -> str:
@@ -257,9 +258,9 @@ class AsyncLLM:
         def fork() -> None:
             params = self.engine.fork(request_id, chosen, sampling_params, index=index)
             mailbox.delta = params.output_kind == "delta"
-            self._thread.expect(chosen, mailbox)
+            self.step_thread.expect(chosen, mailbox)
 
-        stream = RequestStream(self, self._thread, chosen, mailbox)  # aborts it, if this wait is cancelled
+        stream = RequestStream(self, self.step_thread, chosen, mailbox)  # aborts it, if this wait is cancelled
         await self._ask(fork)
         return stream
 
@@ -298,40 +299,24 @@ class AsyncLLM:
         """Why nothing comes of requests, in a sentence: the engine has ended, or has been in one step for too many seconds.
         None while all is well. Any thread may ask, and is answered at once.
         """
-        return self._thread.trouble(patience)
+        return self.step_thread.trouble(patience)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Have a function run in the engine's thread between two steps."""
-        return await asyncio.wrap_future(self._thread.call(function))
+        return await asyncio.wrap_future(self.step_thread.call(function))
 
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Abort everything, and give threads and memory back. Waits for the step at hand. May be called twice."""
         self._finalizer()
-        self._thread.close()  # if another thread is closing it right now: wait, too
+        self.step_thread.close()  # if another thread is closing it right now: wait, too
 
     async def aclose(self) -> None:
         """The same, without holding up the event loop."""
         if self.engine.in_its_process:
-            await asyncio.shield(asyncio.wrap_future(self._thread.begin_to_close()))
+            await asyncio.shield(asyncio.wrap_future(self.step_thread.begin_to_close()))
         self.close()
-
-    def __enter__(self) -> AsyncLLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 def _begun_already() -> PreparedRequest:

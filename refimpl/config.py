@@ -90,6 +90,9 @@ class EngineArgs:
     all_reduce: str = _option(
         "auto", "Between ranks on GPUs: auto (NCCL), or for few tokens kernels of one_shot or two_shot over NVLink."
     )
+    distributed_timeout_seconds: int = _option(
+        300, "Seconds that ranks may wait in a collective for one that is behind, until it is given up as stuck."
+    )
     seed: int = _option(0, "Mixed with the arrival number of each request that has no seed of its own.")
     block_size: int = _option(16, "Token slots in one block of the KV cache.")
     max_model_len: int | None = _option(None, "Most tokens of prompt and output; default: the model's, or what fits.")
@@ -143,6 +146,7 @@ class EngineArgs:
             "max_num_batched_tokens",
             "num_gpu_blocks_override",
             "tensor_parallel_size",
+            "distributed_timeout_seconds",
         ):
             whole(name, 1)
         whole("kv_cache_memory_bytes", 1)

@@ -54,8 +54,7 @@ class Engine:
 
     def __init__(self, args: EngineArgs, clock: Callable[[], float] = time.monotonic) -> None:
         self._closed = True  # until everything is there
-        self.args = args
-        self.clock = clock
+        self.args, self.clock = args, clock
         claim(self, scheduling_policy=args.scheduling_policy, prefix_index=args.prefix_index)
         policy = choose_policy(args.scheduling_policy)
         check_parts(args)
@@ -89,6 +88,7 @@ class Engine:
         self.due_in = self._loop.pace.due_in  # seconds for which the next step can wait: who comes meanwhile is in it
         self._kept: list[RequestOutput] = []
         self._book, self._closed = RequestBook(), False
+        self.known_requests = self._book.known  # of an id, to be looked at: the unfinished one, and the last that ended
         self.num_aborted = 0  # requests, since the engine began
 
     # ------------------------------------------------------------------ requests

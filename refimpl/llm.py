@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from numbers import Integral
-from types import TracebackType
 from typing import Any, TypedDict
 
 import msgspec
 
 from refimpl.beam_params import BeamSearchParams
+from refimpl.closing import Closing
 from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
@@ -34,7 +34,7 @@ class PromptDict(TypedDict, total=False):
 Prompt = str | list[int] | PromptDict
 
 
-class LLM:
+class LLM(Closing):
     """A model, ready to generate.
 
     Args:
@@ -127,14 +127,6 @@ class LLM:
     def close(self) -> None:
         """Give threads and memory back. May be called twice."""
         self.engine.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(
         self,

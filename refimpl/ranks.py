@@ -18,6 +18,8 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    here: int
+    """How many of them run on this machine, and share a CPU's memory."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of what the ranks have, the same on every rank. It may take the place of ``x``."""
@@ -40,6 +42,7 @@ class _Alone:
 
     rank = 0
     size = 1
+    here = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """``x`` is the whole sum."""

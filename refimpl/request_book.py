@@ -28,9 +28,9 @@ class RequestBook:
         """The unfinished request of an id."""
         return self._unfinished.get(request_id)
 
-    def finished(self, request_id: str) -> Request | None:
-        """The request of an id that ended, if it is one of the last."""
-        return self._finished.get(request_id)
+    def known(self, request_id: str) -> tuple[Request, ...]:
+        """The unfinished request of an id, and the one that ended if it is one of the last."""
+        return tuple(filter(None, (self._unfinished.get(request_id), self._finished.get(request_id))))
 
     def only_unfinished(self, requests: Iterable[Request]) -> list[Request]:
         """Those of some requests of which more may come."""

@@ -30,7 +30,8 @@ LONG = SamplingParams(max_tokens=1000, ignore_eos=True, output_kind="delta")
 @pytest.fixture
 def llm():
     before = set(threading.enumerate())
-    with AsyncLLM("tiny", max_model_len=1200, num_gpu_blocks_override=200, enable_prefix_caching=False) as llm:
+    options = {"max_model_len": 1200, "num_gpu_blocks_override": 200, "enable_prefix_caching": False}
+    with AsyncLLM("tiny", dtype="float64", **options) as llm:  # so that what else runs changes no digit that is told
         yield llm
     assert set(threading.enumerate()) <= before
 
@@ -126,7 +127,7 @@ def test_prompts_come_in_every_form_and_as_messages(llm):
         outputs = [await llm.generate(form, short()) for form in forms]
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
         answer = await llm.chat([{"role": "user", "content": "Hi"}], short())
-        with LLM("tiny") as other:
+        with LLM("tiny", dtype="float64") as other:
             [expected] = other.chat([{"role": "user", "content": "Hi"}], short(), use_tqdm=False)
         assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
 
@@ -390,7 +391,7 @@ def test_a_stream_keeps_its_llm_alive():
 
 def test_an_idle_one_takes_no_processor_time(llm):
     run(_generate_once(llm))
-    clock = time.pthread_getcpuclockid(llm._thread._thread.ident)
+    clock = time.pthread_getcpuclockid(llm.step_thread._thread.ident)
 
     def used(seconds):
         before = time.clock_gettime(clock)
@@ -530,7 +531,7 @@ def test_random_leaving_forking_and_aborting_leaves_nothing_behind(overlap):
             await until(lambda: not llm.engine.has_unfinished_requests())
             assert await llm.audit() == []
             assert (await llm.memory_report()).usage.used_blocks == 0
-            assert llm._thread._mailboxes == {}
+            assert llm.step_thread._mailboxes == {}
 
     run(main())
 
@@ -567,7 +568,7 @@ SEARCH = BeamSearchParams(beam_width=3, max_tokens=12)
 
 
 def test_a_search_gives_what_llm_gives_best_first_beside_other_requests(llm):
-    with LLM("tiny") as other:
+    with LLM("tiny", dtype="float64") as other:
         [wanted] = other.beam_search("Hello", SEARCH, use_tqdm=False)
     scores = [sample.score for sample in wanted.outputs]
     assert scores == sorted(scores, reverse=True)

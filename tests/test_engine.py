@@ -141,10 +141,10 @@ def test_a_cache_that_cannot_hold_two_blocks_is_refused_with_the_sum():
 
 
 def test_weights_that_do_not_fit_are_refused_before_loading(monkeypatch):
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match="GiB in float32; cpu has 0"):
         make(device="cpu", dtype="float32")
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 3 * tiny().config.num_parameters)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 3 * tiny().config.num_parameters)
     with pytest.raises(OutOfMemoryError, match=r"dtype=bfloat16 takes 0\.0 GiB and fits, or use another device"):
         make(device="cpu", dtype="float32")
 
@@ -375,7 +375,7 @@ def test_the_last_thousand_finished_requests_are_kept():
     for number in range(FINISHED_KEPT + 5):
         engine.add_request(str(number), [1], SamplingParams(temperature=0, max_tokens=1, output_kind="final_only"))
     drain(engine)
-    assert len(engine._book._finished) == FINISHED_KEPT
+    assert sum(len(engine.known_requests(str(number))) for number in range(FINISHED_KEPT + 5)) == FINISHED_KEPT
     with pytest.raises(RequestError):
         engine.explain("4")
     assert "finished" in engine.explain("5")

@@ -62,7 +62,7 @@ LAYERS = [
         "request_book",
         "sampling_intake",
     },
-    {"llm", "async_llm", "step_thread", "watchdog", "comm_messages"},
+    {"llm", "async_llm", "step_thread", "watchdog", "comm_messages", "closing"},
     {
         "server",
         "bench",
@@ -353,6 +353,18 @@ def test_everything_public_has_a_docstring():
             if not local and not any(part.startswith("_") for part in name.split(".")) and not ast.get_docstring(node):
                 without.append(f"{path.relative_to(ROOT)}: {name}")
     assert without == []
+
+
+def test_nobody_reads_what_an_engine_or_its_host_keeps_to_itself():
+    """Objects that go by these names, wherever they are kept: ``self.engine``, ``replica.llm``."""
+    read = []
+    for path in files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+                if owner in ("engine", "llm", "async_llm"):
+                    read.append(f"{path}:{node.lineno} reads {owner}.{node.attr}")
+    assert read == []
 
 
 # ---------------------------------------------------------------------- how long things are

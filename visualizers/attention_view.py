@@ -14,6 +14,7 @@ from refimpl.visualizers.attention_tiles import AttentionTiles, num_columns, num
 from refimpl.visualizers.figure import count, plain
 from refimpl.visualizers.page import script, static_text, style
 from refimpl.visualizers.palette import FONT, LIGHT
+from refimpl.visualizers.pictured import Pictured
 from refimpl.visualizers.static_html import caption_html
 
 FIGURE = AttentionTiles()
@@ -23,7 +24,7 @@ THEMED = {name: f"var(--{name})" for name in LIGHT}
 """Colours that the page's style sheet says."""
 
 
-class AttentionView(anywidget.AnyWidget):
+class AttentionView(Pictured, anywidget.AnyWidget):
     """Which scores are computed, and what is kept of them?
 
     Args:
@@ -76,15 +77,6 @@ class AttentionView(anywidget.AnyWidget):
     @traitlets.validate("position")
     def _there_is_such_a_picture(self, proposal: dict[str, Any]) -> int:
         return max(0, min(int(proposal["value"]), len(self._pictures) - 1))
-
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        """The live widget where there is one, and a picture beside it for where there is none."""
-        bundle = super()._repr_mimebundle_(**options)
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
-        if data is not None:
-            data["text/html"] = self._repr_html_()
-            data["text/plain"] = self._repr_text()
-        return bundle
 
     def _repr_html_(self) -> str:
         """The picture at hand as HTML without a script."""

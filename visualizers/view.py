@@ -19,6 +19,7 @@ from refimpl.visualizers import static_html
 from refimpl.visualizers.figure import WIDTH, Figure, Picture, plain
 from refimpl.visualizers.frames import Sender
 from refimpl.visualizers.page import heading, module, style
+from refimpl.visualizers.pictured import Pictured
 from refimpl.visualizers.player import Player
 from refimpl.visualizers.source import player_for
 
@@ -32,7 +33,7 @@ and whole, since nobody knows from when on it is seen.
 """
 
 
-class View(anywidget.AnyWidget):
+class View(Pictured, anywidget.AnyWidget):
     """Figures of one log, with or without a transport. Subclasses name the figures.
 
     Args:
@@ -173,14 +174,8 @@ class View(anywidget.AnyWidget):
     # ------------------------------------------------------------------ without a browser
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        """The live widget where there is one, and a picture beside it for where there is none."""
         self._displayed = True
-        bundle = super()._repr_mimebundle_(**options)
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
-        if data is not None:
-            data["text/html"] = self._repr_html_()
-            data["text/plain"] = self._repr_text()
-        return bundle
+        return super()._repr_mimebundle_(**options)
 
     def _repr_html_(self) -> str:
         """The pictures at hand as HTML without a script."""

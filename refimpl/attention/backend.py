@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Int32, Int64
 from torch import Tensor
 
 from refimpl.cache.kv_cache import LayerKV
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 
 LEAST_FOR_PREFILL = 80
 """The compute capability from which Triton's products run on tensor cores, which a prefill needs."""
@@ -52,7 +52,7 @@ class AttentionMetadata:
         lengths = np.zeros(aligned + S + 1, dtype=np.int32)
         lengths[:S] = context_lens
         np.cumsum(query_lens, out=lengths[aligned + 1 :])
-        packed = to_device(torch.from_numpy(lengths), device)
+        packed = array_to_device(lengths, device)
         return cls(
             query_lens, context_lens, block_size, block_table, slot_mapping,
             cu_seqlens_q=packed[aligned:], seqused_k=packed[:S],

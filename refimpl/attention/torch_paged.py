@@ -30,7 +30,7 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionMetadata
 from refimpl.cache.kv_cache import LayerKV
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 
 QUERIES_PER_TILE = 256
 LONGEST_OVER_SHORTEST = 2
@@ -139,7 +139,7 @@ def make_group(tiles: Tiles, metadata: AttentionMetadata, window: int | None = N
     tokens = None if in_order else np.add.outer(tiles.first_tokens, np.arange(num_queries)).ravel()
     block_ids = _gathered_blocks(tiles, -(-context // metadata.block_size), metadata.block_table)
     return Group(
-        tokens=None if tokens is None else to_device(torch.from_numpy(tokens), device),
+        tokens=None if tokens is None else array_to_device(tokens, device),
         num_tiles=len(tiles),
         num_queries=num_queries,
         context=context,
@@ -155,12 +155,12 @@ def _gathered_blocks(
     tiles: Tiles, num_blocks: int, block_table: Int[Tensor, "S max_blocks"]
 ) -> Int[Tensor, "tiles_x_blocks"]:
     """``num_blocks`` of each tile's table, tile after tile."""
-    sequences = to_device(torch.from_numpy(tiles.sequences), block_table.device)
+    sequences = array_to_device(tiles.sequences, block_table.device)
     if tiles.first_blocks is None:
         return block_table[:, :num_blocks][sequences].flatten()
     places = tiles.first_blocks[:, None] + np.arange(num_blocks)
     places = np.minimum(places, block_table.shape[1] - 1)  # beyond a shorter context: whatever is there is blanked
-    return block_table[sequences[:, None], to_device(torch.from_numpy(places), block_table.device)].flatten()
+    return block_table[sequences[:, None], array_to_device(places, block_table.device)].flatten()
 
 
 def _consecutive(block_ids: Int[Tensor, "blocks"]) -> int | None:
@@ -173,7 +173,7 @@ def _masks(
     lengths: np.ndarray, num_queries: int, device: torch.device, window: int | None
 ) -> tuple[Bool[Tensor, "tiles 1 queries L"], tuple[Int[Tensor, "holes"], Int[Tensor, "holes"]]]:
     """What the queries of each tile may not see, and the slots of a group beyond the contexts of its tiles."""
-    contexts = to_device(torch.from_numpy(lengths), device).unsqueeze(1)
+    contexts = array_to_device(lengths, device).unsqueeze(1)
     keys, queries = torch.arange(int(lengths.max()), device=device), torch.arange(num_queries, device=device)
     positions = (contexts - num_queries + queries)[..., None]
     hidden = keys > positions

@@ -62,8 +62,7 @@ def run(engine_options: dict[str, Any], scale: int = 10, requests: int = REQUEST
     return Result(
         topic="batching",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options["dtype"],
             workload=f"{requests} requests, {share:.0%} of {SHORT // scale} and the rest of {LONG // scale} output tokens, "
             f"prompts of {PROMPT // scale or 1}, batches of {BATCH}, shuffled",

@@ -70,8 +70,7 @@ def run(engine_options: dict[str, Any], width: int = 4, prompt: int = 64, output
     return Result(
         topic="beam",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options["dtype"],
             workload=f"{width} beams, prompts of {prompt} tokens, {output} output tokens",
             workload_hash=workload_hash({"prompts": prompts, "width": width, "output": output}),

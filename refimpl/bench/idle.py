@@ -85,8 +85,7 @@ def run(
     return Result(
         topic="idle",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options["dtype"],
             workload=f"{steps} decode steps of {sequences} sequences, prompts of {PROMPT} tokens, greedy",
             workload_hash=workload_hash([sequences, steps, PROMPT]),

@@ -51,8 +51,7 @@ def run(
     return Result(
         topic="latency",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=" and ".join(dtypes),
             workload=f"one request of {' or '.join(f'{length:,}' for length in prompts)} tokens, one token out",
             workload_hash=workload_hash([same_length(1, length, 1, vocab_size) for length in prompts]),

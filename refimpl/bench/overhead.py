@@ -49,8 +49,7 @@ def run(engine_options: dict[str, Any], sequences: int = 16, many: int = 256, st
     return Result(
         topic="overhead",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options["dtype"],
             workload=f"{sequences} sequences decode for {steps} steps, greedy and at T = 0.8, top-p 0.95; {many} without a "
             "model",

@@ -48,8 +48,7 @@ def run(
     return Result(
         topic="quantization",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=dtype,
             workload=f"{first.tokens:,} tokens of {first.text}, in windows of {first.window:,}",
             workload_hash=first.text_hash,

@@ -50,8 +50,7 @@ def run(engine_options: dict[str, Any], context: int = 504, steps: int = 8, repe
     return Result(
         topic="recompute",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=options["dtype"],
             workload=f"one request, greedy, steps {context + 1} to {context + steps}",
             workload_hash=workload_hash({"prompt": prompt, "steps": steps}),

@@ -17,9 +17,12 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from refimpl.errors import RefimplError
+
+if TYPE_CHECKING:
+    from refimpl.loading.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,11 @@ class Result:
         return [name for name, row in self.results.items() if isinstance(row, dict) and "not_measured" in row]
 
 
-def setting(**more: Any) -> dict[str, Any]:
-    """Hardware, versions and date; ``more`` adds model, workload and the like."""
+def setting(checkpoint: Checkpoint | None = None, **more: Any) -> dict[str, Any]:
+    """Hardware, versions and date, and which model that is; ``more`` adds workload and the like."""
     import torch
 
+    model = {} if checkpoint is None else {"model": checkpoint.name, "model_hash": checkpoint.fingerprint()}
     return {
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
@@ -62,7 +66,9 @@ def setting(**more: Any) -> dict[str, Any]:
         | {"python": platform.python_version()},
         "date": datetime.date.today().isoformat(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    } | more
+        **model,
+        **more,
+    }
 
 
 def hardware() -> str:

@@ -157,8 +157,7 @@ def _setting(
     shrunk = "" if pattern.scale == 1 else f", lengths × {pattern.scale:g}"
     bursts = "" if pattern.burstiness == 1 or pattern.trace else f", burstiness {pattern.burstiness:g}"
     return setting(
-        model=checkpoint.name,
-        model_hash=checkpoint.fingerprint(),
+        checkpoint,
         dtype=engine_options["dtype"],
         workload=f"open loop for {pattern.seconds:g} seconds{bursts}: {came}{shrunk}; greedy, no prefix cache",
         workload_hash=workload_hash(

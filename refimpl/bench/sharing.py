@@ -30,8 +30,7 @@ def run(engine_options: dict[str, Any], repeats: int = 5) -> Result:
     return Result(
         topic="sharing",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=options["dtype"],
             workload=f"n = {SAMPLES} over {PROMPT} tokens; {PREFIX} shared tokens and {OWN} of its own",
             workload_hash=workload_hash({"prompt": _prompt(PROMPT, 0), "prefix": _prompt(PREFIX, 1)}),

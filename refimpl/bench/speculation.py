@@ -138,8 +138,7 @@ def _of_a_model(
     return Result(
         topic="speculation",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options.get("dtype", EngineArgs.dtype),
             workload=f"one request at a time, {output} tokens out, greedy; held against an engine without speculation",
             workload_hash=workload_hash(workloads),

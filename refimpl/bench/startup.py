@@ -49,8 +49,7 @@ def run(engine_options: dict[str, Any], model_config: str | None = None) -> Resu
     return Result(
         topic="startup",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options["dtype"],
             workload=f"a new process, then one request of {PROMPT} tokens",
             workload_hash=workload_hash([PROMPT]),

@@ -66,8 +66,7 @@ def run(
     return Result(
         topic="swap",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options["dtype"],
             workload=f"one request of {lengths[0]:,} to {lengths[-1]:,} tokens; the longest beside {others} that decode",
             workload_hash=workload_hash({"lengths": lengths, "others": others, "steady": STEADY}),

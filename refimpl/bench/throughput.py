@@ -133,9 +133,8 @@ def run(
     return Result(
         topic="throughput" if size == 1 else f"throughput_tp{size}",
         setting=setting(
+            checkpoint,
             tensor_parallel_size=size,
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
             dtype=" and ".join(dtypes),
             workload=f"{lengths[0]} tokens in and {lengths[1]} out, alone and eight at once; 32 requests of {lengths[2]} to "
             f"{lengths[3]} in and out; greedy, no prefix cache",

@@ -66,8 +66,7 @@ def run(
     return Result(
         topic="widgets",
         setting=setting(
-            model=checkpoint.name,
-            model_hash=checkpoint.fingerprint(),
+            checkpoint,
             dtype=engine_options["dtype"],
             workload=f"{requests} requests of {tokens} tokens beside a dashboard; {num_blocks:,} blocks; {steps:,} steps",
             workload_hash=workload_hash(workload),

@@ -34,7 +34,7 @@ from torch import Tensor
 from refimpl.attention.backend import AttentionBackend, AttentionMetadata
 from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.input_batch import InputBatch, StepInputs
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 from refimpl.models.llama import LlamaForCausalLM
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
@@ -82,7 +82,7 @@ class DecodeStep:
         """
         count = len(slots)
         self._staged[0, :count], self._staged[1, :count], self._staged[1, count:] = slots, contexts, 0
-        self._rows.copy_(to_device(torch.from_numpy(self._staged), self.device))
+        self._rows.copy_(array_to_device(self._staged, self.device))
 
     def forward(self, size: int, num_tokens: int = 1) -> Float[Tensor, "T H"]:
         """Hidden states of ``num_tokens`` tokens of each of the first ``size`` rows; those of empty rows mean nothing."""

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class DraftedRows:
         place = np.arange(len(row)) - first[row]
         places = np.minimum(np.arange(planned.max(initial=0) + 1), planned[:, None])
         sent = [slots, planned, row, place, first[:, None] + places]
-        on_device = [to_device(torch.from_numpy(one.astype(np.int64, copy=False)), device) for one in sent]
+        on_device = [array_to_device(one, device, torch.int64) for one in sent]
         return cls(batch_rows, planned, first, slots, *on_device)
 
     def spread(self, rows: np.ndarray, last_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

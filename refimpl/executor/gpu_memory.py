@@ -12,9 +12,10 @@ from refimpl.config import EngineArgs, ModelConfig
 from refimpl.executor import memory
 from refimpl.executor.cuda_graphs import DecodeGraphs
 from refimpl.executor.device_memory import DeviceMemory, Grows, Quantised
+from refimpl.executor.draft_weights import DraftWeights
 from refimpl.executor.mixed_graphs import MixedGraphs
 from refimpl.executor.trial import trial_runner, trial_step
-from refimpl.model_shares import share_if_it_fits, share_of
+from refimpl.model_shares import share_of
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.quantization.choose import choose_method, methods_for
 from refimpl.quantization.method import LinearMethod, bytes_of_any_dtype, weight_bytes
@@ -27,11 +28,11 @@ SAMPLED_GRAPHS = 4
 
 
 def before_loading(
-    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, draft: ModelConfig | None = None
+    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, draft: DraftWeights | None = None
 ) -> DeviceMemory:
     """The sums before anything is loaded: what is on the card, and what is known of the engine by arithmetic.
 
-    Weights and cache of a ``draft`` model count with the model's; they are in ``dtype`` however its own are held.
+    Weights and cache of what drafts count with the model's; they are in ``dtype`` however its own are held.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -39,9 +40,8 @@ def before_loading(
     given = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
     method = choose_method(args.quantization, device, config, ranks=args.tensor_parallel_size)
     vocab_size, config = config.vocab_size, share_of(config, args.tensor_parallel_size)
-    draft = None if draft is None else share_if_it_fits(draft, args.tensor_parallel_size)
-    drafts = 0 if draft is None else weight_bytes(draft, choose_method(None, device, draft), dtype.itemsize)
-    drafted = 0 if draft is None else memory.block_bytes(draft, args.block_size, dtype.itemsize)
+    drafts = 0 if draft is None else draft.weight_bytes(dtype.itemsize)
+    drafted = 0 if draft is None else draft.block_bytes(args.block_size, dtype.itemsize)
     return DeviceMemory(
         total=total,
         taken=total - free,

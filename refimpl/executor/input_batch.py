@@ -20,7 +20,7 @@ from refimpl.executor.pending import PendingOutput
 from refimpl.executor.readout import Read, Readout
 from refimpl.executor.table import Table
 from refimpl.executor.unsettled import Unsettled
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 from refimpl.outputs import Admission, Batch, NewBlocks, SchedulerOutput
 from refimpl.row_extras import RowExtras
 from refimpl.sampling.sampler import SamplingRows
@@ -339,4 +339,4 @@ class InputBatch:
         self.unsettled.refuse(drafted.slots, drafted.num_planned - verdict.num_accepted)
 
     def _to_device(self, array: np.ndarray) -> Int64[Tensor, "size"]:
-        return to_device(torch.from_numpy(array.astype(np.int64, copy=False)), self.device)
+        return array_to_device(array, self.device, torch.int64)

@@ -14,13 +14,14 @@ import torch
 from refimpl.attention import Setting, choose_backend
 from refimpl.cache.kv_cache import KVCache
 from refimpl.cache.staged_blocks import staging_bytes
-from refimpl.config import GIB, EngineArgs, ModelConfig
+from refimpl.config import GIB, EngineArgs
 from refimpl.errors import OutOfMemoryError
 from refimpl.executor import gpu_memory, memory, memory_advice, serving, warm_up
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.device import free_host_memory, is_out_of_memory, resolve_device, resolve_dtype
 from refimpl.executor.device_memory import DeviceMemory
-from refimpl.executor.drafters import load_draft_model, make_drafting, make_speculation, open_draft_model, record_drafter
+from refimpl.executor.draft_weights import Drafter, open_draft_weights
+from refimpl.executor.drafters import make_drafting, make_speculation, record_drafter
 from refimpl.executor.input_batch import InputBatch
 from refimpl.executor.mixed_graphs import mixed_sizes
 from refimpl.executor.model_runner import ModelRunner
@@ -28,13 +29,11 @@ from refimpl.executor.pending import PendingOutput
 from refimpl.executor.pending_checks import PendingChecks
 from refimpl.executor.preemption_costs import measure
 from refimpl.executor.stages import Stages
-from refimpl.executor.weights import held_in, method_of
+from refimpl.executor.weights import check_room, free_before_loading, held_in, method_of
 from refimpl.loading.checkpoint import Checkpoint, load_model
 from refimpl.memory_report import MemoryPart, SettingChange
-from refimpl.model_shares import share_if_it_fits, share_of
-from refimpl.models.llama import LlamaForCausalLM
+from refimpl.model_shares import share_of
 from refimpl.outputs import ModelRunnerOutput, SchedulerOutput
-from refimpl.quantization.choose import choose_method, methods_for
 from refimpl.quantization.method import weight_bytes
 from refimpl.ranks import ALONE, Ranks
 from refimpl.sampling.slots import SamplingSlots
@@ -74,7 +73,8 @@ class LocalExecutor:
         self.dtype = resolve_dtype(args.dtype, self.device)
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
         share = share_of(checkpoint.config, ranks.size)
-        self._method = method_of(args, checkpoint, share, self.device, self.dtype)
+        self._free = free_before_loading(ranks, self.device)
+        self._method = method_of(args, checkpoint, share, self.device, self.dtype, self._free // ranks.here)
         self.weight_bytes = weight_bytes(share, self._method, self.dtype.itemsize)
         self.block_bytes = memory.block_bytes(share, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}
@@ -100,25 +100,22 @@ class LocalExecutor:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
 
     def _load(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
-        """The weights, and those of a draft model; first of all it is seen that there is room for both."""
+        """The weights, and those of what drafts; first of all it is seen that there is room for both."""
         speculative: SpeculativeConfig | None = args.speculative_config
-        draft = open_draft_model(speculative, checkpoint, self._ranks)
+        draft = open_draft_weights(speculative, checkpoint, self.device, self._ranks)
         if draft is not None:
-            share = share_if_it_fits(draft.config, self._ranks.size)
-            self.weight_bytes += self._draft_bytes(share, self.dtype.itemsize)
-            self.block_bytes += memory.block_bytes(share, args.block_size, self.dtype.itemsize)
+            self.weight_bytes += draft.weight_bytes(self.dtype.itemsize)
+            self.block_bytes += draft.block_bytes(args.block_size, self.dtype.itemsize)
         if self.device.type == "cuda":
-            drafts = None if draft is None else draft.config
-            self.memory = gpu_memory.before_loading(args, checkpoint.config, self.dtype, self.device, drafts)
-            told = checkpoint.name if draft is None else f"{checkpoint.name} with its draft model {draft.name}"
+            self.memory = gpu_memory.before_loading(args, checkpoint.config, self.dtype, self.device, draft)
+            told = checkpoint.name if draft is None else f"{checkpoint.name} with {draft.told}"
             memory_advice.check_weights(self.memory, told, held_in(self._method, self.dtype), str(self.device))
         else:
-            self._check_room_for_weights(checkpoint, draft)
+            check_room(checkpoint, draft, self._method, self.dtype, self.device, self._ranks, self._free)
         self._model = load_model(
             *(checkpoint, args.load_format, self.dtype, self.device, args.seed, max_model_len, self._method), self._ranks
         )
-        draft_args = args, self.dtype, self.device, max_model_len, self._ranks
-        self._draft = None if draft is None else load_draft_model(draft, *draft_args)
+        self._drafter = None if draft is None else draft.load(self._model, args, max_model_len)
         if self.memory is not None:
             laws = 1 if speculative is None else 1 + speculative.num_speculative_tokens
             self.memory = gpu_memory.with_weights(self.memory, self.device)
@@ -128,7 +125,7 @@ class LocalExecutor:
         """Model, cache and runner, in this order: the cache takes what the rest leaves."""
         config = checkpoint.config
         self._load(args, checkpoint, max_model_len)
-        speculative, draft = args.speculative_config, self._draft
+        speculative = args.speculative_config
         windowed = self._model.config.windowed  # of the model as it is built, for contexts of max_model_len
         setting = Setting(config.head_dim, self.device, self.dtype, args.block_size, windowed)
         backend = choose_backend(args.attention_backend, setting)
@@ -163,7 +160,7 @@ class LocalExecutor:
         self.runner = ModelRunner(self._model, kv_cache, batch, backend, self._ranks)
         if speculative is not None:
             self.stages.enter("making ready to draft")
-            self.runner.speculation = make_speculation(speculative, args, checkpoint, draft, self.runner)
+            self.runner.speculation = make_speculation(speculative, args, self._drafter, self.runner)
         self.stages.enter("timing a preemption")
         if self.num_host_blocks and args.preemption_mode == "auto":
             most = min(max_num_batched_tokens, max_model_len - 1)
@@ -178,42 +175,6 @@ class LocalExecutor:
             self.stages.enter("timing a round of drafts")
             self.drafting = make_drafting(speculative, args, self.runner)
         self.stages.end()
-
-    def _draft_bytes(self, draft: ModelConfig, bytes_per_value: int) -> int:
-        """What a draft model takes, held as its checkpoint has it."""
-        return weight_bytes(draft, choose_method(None, self.device, draft), bytes_per_value)
-
-    def _check_room_for_weights(self, checkpoint: Checkpoint, draft: Checkpoint | None) -> None:
-        """Say before the loading, not minutes into it, that the weights alone are too large."""
-        needed, free = self.weight_bytes, free_host_memory()
-        if needed <= free:
-            return
-        config = share_of(checkpoint.config, self._ranks.size)
-        drafts = None if draft is None else share_if_it_fits(draft.config, self._ranks.size)
-        dtype = self.dtype.itemsize
-        said = f"{config.num_parameters / 1e9:.2f} billion weights"
-        if draft is not None and drafts is not None:
-            ours = weight_bytes(config, self._method, dtype)
-            said += f" ({ours / GIB:.1f} GiB), and {draft.name}, its draft model, {drafts.num_parameters / 1e9:.2f}"
-            said += f" ({(needed - ours) / GIB:.1f} GiB)"
-        smaller = {"dtype=bfloat16": (self._method, 2)}
-        for other in [] if self._method.name else methods_for(self.device, config):
-            smaller[f"quantization={other.name}"] = (other, dtype)
-            smaller[f"quantization={other.name} with dtype=bfloat16"] = (other, 2)
-        for how, (method, size) in smaller.items():
-            count = weight_bytes(config, method, size)
-            count += 0 if drafts is None else self._draft_bytes(drafts, size)
-            if count <= free:
-                advice = f"{how} takes {count / GIB:.1f} GiB and fits"
-                break
-        else:
-            advice = "Use a smaller model" + ("" if draft is None else ", or none that drafts")
-        raise OutOfMemoryError(
-            f"{checkpoint.name} has {said}, {needed / GIB:.1f} GiB in {held_in(self._method, self.dtype)}; {self.device} "
-            f"has {free / GIB:.1f} GiB free. {advice}, or use another device",
-            needed=needed,
-            free=free,
-        )
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step: at once, or in the worker thread after those before it."""
@@ -258,7 +219,7 @@ class LocalExecutor:
             runner.kv_cache.release()
             if runner.speculation is not None:
                 runner.speculation.proposer.release()
-        models: list[LlamaForCausalLM | None] = [self.__dict__.pop(name, None) for name in ("_model", "_draft")]
+        models: list[Drafter | None] = [self.__dict__.pop(name, None) for name in ("_model", "_drafter")]
         for model in models:
             if model is not None:
                 model.release()
@@ -304,7 +265,7 @@ class LocalExecutor:
         if self.memory is None:
             longest = args.max_model_len or model.config.context_limit()
             enough = memory.enough_bytes(self.block_bytes, args.block_size, max_num_seqs, longest)
-            available = memory.cpu_cache_bytes(cache, free_host_memory() // self._ranks.size)
+            available = memory.cpu_cache_bytes(cache, free_host_memory() // self._ranks.here)
             return available if cache.cpu_kvcache_space is not None else min(available, enough)
         if self.num_host_blocks:
             self.memory = self.memory.with_(staging=staging_bytes(self.block_bytes, self.num_host_blocks))

@@ -26,7 +26,7 @@ from refimpl.attention.backend import AttentionMetadata, RecordsPrompts
 from refimpl.cache.kv_cache import KVCache
 from refimpl.executor.cuda_graphs import Recordings
 from refimpl.executor.input_batch import InputBatch, StepInputs
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 from refimpl.models.llama import LlamaForCausalLM
 
 TOKENS = [*range(64, 1025, 64), *range(1152, 2049, 128)]
@@ -95,7 +95,7 @@ class MixedStep:
         cut = self._backend.cut_prompts(*self._head, query_lens.tolist(), contexts.tolist())
         tiles = self._staged[rows.size :].reshape(-1, 2)
         tiles[: len(cut)], tiles[len(cut) :] = np.reshape(cut, (-1, 2)), (self.rows_of(size), 0)
-        self._numbers.copy_(to_device(torch.from_numpy(self._staged), self.device))
+        self._numbers.copy_(array_to_device(self._staged, self.device))
 
     def forward(self, size: int) -> Float[Tensor, "size H"]:
         """Hidden states of the step's tokens, in the order of its rows; those beyond them mean nothing."""

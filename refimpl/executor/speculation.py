@@ -24,7 +24,7 @@ from torch import Tensor
 from refimpl.executor.drafted_rows import DraftedRows
 from refimpl.executor.input_batch import InputBatch, StepInputs
 from refimpl.kernels.philox import Purpose
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 from refimpl.outputs import NO_TOKEN, NOTHING_LEFT
 from refimpl.ranks import ALONE, Ranks
 from refimpl.sampling.probabilities import probabilities
@@ -184,7 +184,7 @@ class Speculation:
         if len(rows) == len(token_ids):
             self._batch.token_ids[drafted.slots, positions + place] = token_ids
             return
-        chosen = to_device(torch.from_numpy(rows), token_ids.device)
+        chosen = array_to_device(rows, token_ids.device)
         self._batch.token_ids[drafted.slots[chosen], positions[chosen] + place] = token_ids[chosen]
 
     def check(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 
 
 class Table:
@@ -36,6 +36,6 @@ class Table:
             pairs[0, begin:end] = np.arange(place, place + len(numbers))
             pairs[1, begin:end] = numbers
             begin = end
-        places, sent = to_device(torch.from_numpy(pairs), self.on_device.device)
+        places, sent = array_to_device(pairs, self.on_device.device)
         self.on_device.view(-1).index_copy_(0, places, sent.to(self.on_device.dtype))
         self._written.clear()

@@ -27,6 +27,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from refimpl.parallel import torchrun
 from refimpl.parallel.wire import LOOPBACK
 
 c10d: Any = torch.distributed.distributed_c10d
@@ -34,7 +35,7 @@ c10d: Any = torch.distributed.distributed_c10d
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watch over NCCL ends the process, which may be somebody's notebook. A dead or stuck rank is found by ours."""
 ONE_OPERATION = timedelta(hours=1)
-"""After which a collective gives up by itself. Who watches the processes notices long before."""
+"""After which a collective gives up by itself, even if all ranks have entered it. Who watches the ranks notices before."""
 
 
 @dataclass
@@ -57,14 +58,18 @@ class Collectives:
     Args:
         backend: of torch.distributed, connected.
         device: where its tensors are.
+        here: how many of the ranks run on this machine.
 
     """
 
-    def __init__(self, backend: Any, device: torch.device) -> None:
+    def __init__(self, backend: Any, device: torch.device, here: int) -> None:
         self.rank: int = backend.rank()
         self.size: int = backend.size()
+        self.here = here
         self.device = device
         self.traffic = Traffic()
+        self.entered = 0
+        """Collectives that this rank has entered: the same number on every rank that is as far."""
         self.shorter: tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]] | None = None
         """For which sums there is a shorter way, and that way."""
         self._backend = backend
@@ -80,7 +85,7 @@ class Collectives:
         x = x.contiguous()
         self.traffic.all_reduces += 1
         self.traffic.all_reduce_bytes += x.nbytes
-        if self._muted:
+        if not self._enters():
             return x
         if self.shorter is not None and self.shorter[0](x):
             return self.shorter[1](x)
@@ -92,7 +97,7 @@ class Collectives:
         x = x.contiguous()
         self.traffic.gathers += 1
         self.traffic.gather_bytes += x.nbytes
-        if self._muted:
+        if not self._enters():
             return x.unsqueeze(0).expand(self.size, *x.shape)
         found = x.new_empty(self.size * len(x), *x.shape[1:])
         self._backend._allgather_base(found, x, self._gather).wait()
@@ -103,16 +108,21 @@ class Collectives:
         x = x.contiguous()
         self.traffic.broadcasts += 1
         self.traffic.broadcast_bytes += x.nbytes
-        if not self._muted:
+        if self._enters():
             self._backend.broadcast([x], self._from_first).wait()
         return x
 
     def least(self, value: int) -> int:
         """The least of the ranks' values. The host waits for it."""
         values = torch.tensor([value], dtype=torch.int64, device=self.device)
-        if not self._muted:
+        if self._enters():
             self._backend.allreduce([values], self._min).wait()
         return int(values)
+
+    def _enters(self) -> bool:
+        """Whether a collective is made with the others; if so, this rank has entered one more."""
+        self.entered += not self._muted
+        return not self._muted
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
@@ -159,13 +169,14 @@ def join(store: Any, rank: int, size: int, device: torch.device, loopback: bool 
         loopback: whether all are on this machine, so that gloo need not listen to others.
 
     """
+    here = size if loopback else torchrun.ranks_here(size)
     if device.type == "cuda":
-        return _connected(_nccl(store, rank, size), device)
+        return _connected(_nccl(store, rank, size), device, here)
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = ONE_OPERATION
     make = c10d.ProcessGroupGloo.create_device
     options._devices = [make(hostname=LOOPBACK) if loopback else c10d.ProcessGroupGloo.create_default_device()]
-    return _connected(c10d.ProcessGroupGloo(store, rank, size, options), device)
+    return _connected(c10d.ProcessGroupGloo(store, rank, size, options), device, here)
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
@@ -187,8 +198,8 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _connected(backend: Any, device: torch.device) -> Collectives:
+def _connected(backend: Any, device: torch.device, here: int) -> Collectives:
     """The first collective makes the connections, and NCCL's buffers: before anything else takes memory."""
-    ranks = Collectives(backend, device)
+    ranks = Collectives(backend, device, here)
     ranks.least(0)
     return ranks

@@ -74,14 +74,15 @@ class ParallelExecutor:
         else:
             processes, token = Processes(size), secrets.token_bytes(32)
             listener = socket.create_server((wire.LOOPBACK, 0), backlog=size)
-        self.watch = Watch(size, setups, processes, listener, token)
+        self.watch = Watch(size, setups, processes, listener, token, args.distributed_timeout_seconds)
         """The other ranks."""
         self.ranks: Collectives | None = None
         try:
             self.watch.wait_connected()
             store = file_store(processes.folder, size) if processes is not None else store
             device = torch.device(devices[0])
-            self.ranks = self._join(store, size, device, loopback=processes is not None)
+            self.ranks = ranks = self._join(store, size, device, loopback=processes is not None)
+            self.watch.entered_here = lambda: ranks.entered
             shorten(self.ranks, args, checkpoint.config, resolve_dtype(args.dtype, device), store)
             self.watch.on_failure = self.ranks.abort
             self.stages.end()

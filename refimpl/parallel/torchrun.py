@@ -49,6 +49,11 @@ def other_rank() -> tuple[int, tuple[str, int], bytes, Any]:
     return int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(store.get(PORT))), token, store
 
 
+def ranks_here(size: int) -> int:
+    """How many of all ``size`` ranks torchrun has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
 def _store() -> Any:
     from torch.distributed.rendezvous import rendezvous
 

@@ -1,8 +1,9 @@
 """Watch: one thread of the engine's process that starts the other ranks, hears from them, and ends all when one fails.
 
-A rank is given up when its process has ended, when its socket is closed, when it says that it failed, or when it is silent:
-every rank says that it lives twice a second, whatever it computes. All others are killed then, so that whoever waits for
-them in a collective is told. Nothing is tried again: the engine's requests end with an error.
+A rank is given up when its process has ended, when its socket is closed, when it says that it failed, when it is silent
+(every rank says that it lives twice a second, whatever it computes), or when the others have waited for it too long
+(:mod:`refimpl.parallel.progress`). All others are killed then, so that whoever waits for them in a collective is told.
+Nothing is tried again: the engine's requests end with an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from refimpl.errors import RankFailedError
 from refimpl.parallel import wire
 from refimpl.parallel.processes import Processes
+from refimpl.parallel.progress import Progress
 
 POLL_SECONDS = 0.2
 BEAT_SECONDS = 0.5
@@ -41,6 +43,7 @@ class Watch:
         processes: those of this machine; None where somebody else starts them.
         listener: where they connect.
         token: what they must know.
+        patience: seconds for which the others may wait for one of them.
 
     """
 
@@ -51,6 +54,7 @@ class Watch:
         processes: Processes | None,
         listener: socket.socket,
         token: bytes,
+        patience: float,
     ) -> None:
         self._size, self._setups, self._processes = size, setups, processes
         self._listener, self._token = listener, token
@@ -59,6 +63,9 @@ class Watch:
         self._frames: dict[int, wire.Frames] = {}
         self._heard: dict[int, float] = {}
         self._ready: set[int] = set()
+        self._progress = Progress(size, patience)
+        self.entered_here: Callable[[], int] = lambda: 0
+        """Collectives that rank 0 has entered."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._changed = threading.Condition()
@@ -179,12 +186,16 @@ class Watch:
         now = time.monotonic()
         if now - began > SILENT_SECONDS / 2:  # this process was stopped or starved: that others are silent means nothing
             self._heard = dict.fromkeys(self._heard, now)
+            self._progress.forget()
         if self._processes is not None and not self._closing and (dead := self._processes.dead()) is not None:
             self._fail(dead)
         for rank, heard in self._heard.items():
             allowed = SILENT_SECONDS if rank in self._ready else SILENT_WHILE_LOADING_SECONDS
             if now - heard > allowed:
                 self._fail(f"rank {rank} has said nothing for {now - heard:.1f} seconds: it is stopped or stuck")
+        self._progress.tell(0, self.entered_here())
+        if (stuck := self._progress.stuck(now, self._ready)) is not None:
+            self._fail(stuck)
         if len(self._connections) < self._size - 1 and now - self._began > CONNECT_SECONDS:
             missing = sorted(set(range(1, self._size)) - set(self._connections))
             self._fail(f"ranks {', '.join(map(str, missing))} have not connected within {CONNECT_SECONDS:g} seconds")
@@ -223,7 +234,9 @@ class Watch:
             self._hung_up(rank)
         self._heard[rank] = time.monotonic()
         for kind, payload in frames:
-            if kind == wire.READY:
+            if kind == wire.BEAT:
+                self._progress.tell(rank, wire.COUNT.unpack(payload)[0])
+            elif kind == wire.READY:
                 with self._changed:
                     self._ready.add(rank)
                     self._changed.notify_all()

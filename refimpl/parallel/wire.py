@@ -17,12 +17,13 @@ from collections.abc import Iterator
 SETUP, STEP, CLOSE = b"S", b"T", b"C"
 """From the engine: what to load; a step; the end."""
 BEAT, READY, FAILED = b"B", b"R", b"F"
-"""From a rank: it lives; it has loaded everything; it cannot go on, and why."""
+"""From a rank: it lives, and how many collectives it has entered; it has loaded everything; it cannot go on, and why."""
 MOST_BYTES = 2**28
 """Of a frame: a step that admits a thousand prompts of 16,384 tokens has a fifth of it."""
 HEADER = struct.Struct(">cI")
 LOOPBACK = "127.0.0.1"
 RANK = struct.Struct(">I")
+COUNT = struct.Struct(">Q")
 NONCE = 32
 HANDSHAKE_SECONDS = 5.0
 

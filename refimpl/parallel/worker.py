@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Line:
-    """The socket to the engine, with a thread that listens to it and says that this process lives.
+    """The socket to the engine, with threads that listen to it and say that this process lives, and how far it is.
 
     Args:
         connection: after the handshake.
@@ -54,18 +54,20 @@ class Line:
     def __init__(self, connection: socket.socket, folder: Path | None) -> None:
         self._connection, self._folder = connection, folder
         self._sending = threading.Lock()
+        self.entered: Callable[[], int] = lambda: 0
+        """Collectives that this rank has entered."""
         self.arrived: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="refimpl-line", daemon=True).start()
         threading.Thread(target=self._beat, name="refimpl-beat", daemon=True).start()
 
-    def say(self, kind: bytes, text: str = "") -> None:
+    def say(self, kind: bytes, payload: bytes = b"") -> None:
         """Tell the engine something; if nobody hears it, this process is about to end."""
         with self._sending, contextlib.suppress(OSError):
-            wire.send(self._connection, kind, text.encode())
+            wire.send(self._connection, kind, payload)
 
     def _beat(self) -> None:
         while True:
-            self.say(wire.BEAT)
+            self.say(wire.BEAT, wire.COUNT.pack(self.entered()))
             time.sleep(BEAT_SECONDS)
 
     def _listen(self) -> None:
@@ -96,6 +98,7 @@ def serve(line: Line, setup: Setup, store: Any, loopback: bool) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = join(store, setup.rank, setup.size, device, loopback)
+    line.entered = lambda: ranks.entered
     checkpoint = open_checkpoint(args.model)
     shorten(ranks, args, checkpoint.config, resolve_dtype(args.dtype, device), store)
     executor = LocalExecutor(args, checkpoint, setup.max_model_len, False, ranks)
@@ -163,7 +166,7 @@ def run(line: Line, setup: Setup, store: Callable[[], Any], loopback: bool) -> N
         serve(line, setup, store(), loopback)
     except BaseException as error:
         traceback.print_exc()
-        line.say(wire.FAILED, str(error) if isinstance(error, RefimplError) else repr(error))
+        line.say(wire.FAILED, (str(error) if isinstance(error, RefimplError) else repr(error)).encode())
         os._exit(1)
     os._exit(0)
 

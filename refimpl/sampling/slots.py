@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device, to_device
 from refimpl.outputs import Admission
 from refimpl.sampling.adjustments import Adjustments, Cells, Penalties, Words
 from refimpl.sampling.bad_words import WordTable
@@ -144,7 +144,7 @@ class SamplingSlots:
     ) -> SamplingRows:
         """The same rows where their sequences have so many tokens; ``token_ids`` are those of all slots."""
         adjustments = self._adjustments(slots, num_tokens, token_ids)
-        return replace(rows, position=self._tensor(num_tokens), adjustments=adjustments)
+        return replace(rows, position=self._to_device(num_tokens), adjustments=adjustments)
 
     def _adjustments(self, slots: np.ndarray, num_tokens: np.ndarray, token_ids: Int64[Tensor, "N L"]) -> Adjustments | None:
         if not self._asked:
@@ -159,9 +159,9 @@ class SamplingSlots:
         ]
         return Adjustments(
             rows=rows.tolist(),
-            token_ids=token_ids[self._tensor(chosen), : int(lengths.max())],
-            num_tokens=self._tensor(lengths),
-            num_prompt_tokens=self._tensor(np.array([one.num_prompt_tokens for one in asked])),
+            token_ids=token_ids[self._to_device(chosen), : int(lengths.max())],
+            num_tokens=self._to_device(lengths),
+            num_prompt_tokens=self._to_device(np.array([one.num_prompt_tokens for one in asked])),
             lengths=lengths.tolist(),
             allowed=self._cells([one.allowed for one in asked]),
             forbidden=self._cells([torch.cat((one.forbidden, end)) for one, end in zip(asked, ends, strict=True)]),
@@ -192,21 +192,21 @@ class SamplingSlots:
         if not found:
             return None
         columns = to_device(torch.tensor([three for _, three in found], dtype=torch.float32).T.contiguous(), self.device)
-        return Penalties(self._tensor(np.array([row for row, _ in found])), *columns)
+        return Penalties(self._to_device(np.array([row for row, _ in found])), *columns)
 
     def _row_numbers(self, parts: list[Tensor]) -> Int64[Tensor, "cells"]:
         """The number of the row that each element of the parts, laid end to end, is of."""
-        return self._tensor(np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
+        return self._to_device(np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
 
     def _columns(self, numbers: np.ndarray, slots: np.ndarray) -> list[Tensor]:
         """Those of some slots, each row of ``numbers`` for itself."""
         aligned = -(-len(slots) // 4) * 4  # 16 bytes: Triton compiles anew for a pointer that is less
         columns = np.zeros((len(numbers), aligned), numbers.dtype)
         columns[:, : len(slots)] = numbers[:, slots]
-        return [row[: len(slots)] for row in to_device(torch.from_numpy(columns), self.device)]
+        return [row[: len(slots)] for row in array_to_device(columns, self.device)]
 
-    def _tensor(self, array: np.ndarray) -> Int64[Tensor, "size"]:
-        return to_device(torch.from_numpy(array.astype(np.int64, copy=False)), self.device)
+    def _to_device(self, array: np.ndarray) -> Int64[Tensor, "size"]:
+        return array_to_device(array, self.device, torch.int64)
 
 
 def _penalties(numbers: SamplingNumbers) -> tuple[float, float, float] | None:

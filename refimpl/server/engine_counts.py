@@ -121,11 +121,8 @@ class EngineCounts:
 
     def _find(self, arrival: ArrivalRecord) -> Request | None:
         """The request that arrived. Its id may be in use again, and of thousands aborted at once the first are forgotten."""
-        book = self.engine._book
-        for request in (book.unfinished(arrival.request_id), book.finished(arrival.request_id)):
-            if request is not None and (
-                request.beams is not None or request.sequences[0].sequence_id in arrival.sequence_ids
-            ):
+        for request in self.engine.known_requests(arrival.request_id):
+            if request.beams is not None or request.sequences[0].sequence_id in arrival.sequence_ids:
                 return request
         return None
 

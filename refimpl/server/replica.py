@@ -67,7 +67,7 @@ class RoutedStream(RequestStream):
 
     def __init__(self, replicas: Replicas, request_id: str) -> None:
         first = replicas.members[0].llm
-        super().__init__(first, first._thread, request_id)
+        super().__init__(first, first.step_thread, request_id)
         self._replicas = replicas
         self._replica: Replica | None = None
         self._reading = False
@@ -82,7 +82,7 @@ class RoutedStream(RequestStream):
     def join(self, replica: Replica) -> None:
         """Be a request of this replica."""
         self._replicas.claim(self.request_id, replica)
-        self._replica, self._llm, self._thread = replica, replica.llm, replica.llm._thread
+        self._replica, self._llm, self._thread = replica, replica.llm, replica.llm.step_thread
 
     def adopt(self, stream: RequestStream) -> None:
         """Go on with what another stream has begun, which is left empty."""

@@ -15,12 +15,12 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from refimpl.async_llm import LONG_TEXT, AsyncLLM
 from refimpl.beam_params import BeamSearchParams
 from refimpl.cache import Violation
+from refimpl.closing import AsyncClosing
 from refimpl.engine import Engine
 from refimpl.errors import EngineFailedError, RequestError
 from refimpl.intake import PreparedRequest
@@ -35,7 +35,7 @@ from refimpl.watchdog import PATIENCE
 T = TypeVar("T")
 
 
-class Replicas:
+class Replicas(AsyncClosing):
     """N engines, used as one :class:`refimpl.AsyncLLM`: what that offers, this does too.
 
     ``engine`` is the first replica's, for what all share: tokenizer, configuration, limits. ``engines`` are all.
@@ -258,19 +258,3 @@ class Replicas:
     async def aclose(self) -> None:
         """The same, without holding up the event loop."""
         await asyncio.gather(*(replica.llm.aclose() for replica in self.members))
-
-    def __enter__(self) -> Replicas:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Replicas:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.kernels.reference import at_least_float32
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device
 from refimpl.layers.rotary import Rotation, rotate
 from refimpl.loading.checkpoint import Checkpoint, copy_weights
 from refimpl.models.llama import LlamaForCausalLM
@@ -141,7 +141,7 @@ def run_target(
     lengths = texts.lengths[list(chosen)]
     longest = int(lengths.max())
     places = texts.starts[list(chosen)][:, None] + np.minimum(np.arange(longest), lengths[:, None] - 1)
-    token_ids = to_device(torch.from_numpy(texts.token_ids[places].astype(np.int64)), device)
+    token_ids = array_to_device(texts.token_ids[places], device, torch.int64)
     positions = torch.arange(longest, device=device).repeat(len(lengths))
     # Where the cache of a layer would be: no two are the same, and nothing but their dtype is read.
     stand_ins = [LayerKV(*[torch.empty(0, dtype=model.embed_tokens.dtype)] * 2) for _ in model.layers]
@@ -149,9 +149,9 @@ def run_target(
     hidden = model(token_ids.flatten(), positions, stand_ins, step)
     return Batch(
         token_ids,
-        to_device(torch.from_numpy(lengths), device),
-        to_device(torch.from_numpy(texts.answers[list(chosen)].astype(np.int64)), device),
-        to_device(torch.from_numpy(loops[places]), device),
+        array_to_device(lengths, device),
+        array_to_device(texts.answers[list(chosen)], device, torch.int64),
+        array_to_device(loops[places], device),
         hidden.unflatten(0, token_ids.shape),
         step.keys_values,
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from refimpl.attention.backend import AttentionBackend, AttentionMetadata
 from refimpl.cache.kv_cache import KVCache
-from refimpl.kernels.transfer import to_device
+from refimpl.kernels.transfer import array_to_device, to_device
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.outputs import SchedulerOutput
 from refimpl.speculative.head_proposer import stacked
@@ -100,7 +100,7 @@ class DraftModelProposer(Proposer):
             drafted.append(token_ids)
             laws.append(law)
         table = torch.stack(drafted, 1) if drafted else rows.slots.new_zeros(len(counts), 0)
-        return Drafts(table, to_device(torch.from_numpy(num), rows.slots.device), stacked(laws))
+        return Drafts(table, array_to_device(num, rows.slots.device), stacked(laws))
 
     def _share(self, wanted: np.ndarray) -> np.ndarray:
         """What of each row's lag is computed in this step: the budget, to one row after the other."""
@@ -123,18 +123,18 @@ class DraftModelProposer(Proposer):
         row, distance = to_device(sent, device)
         slots, positions = rows.slots[row], rows.positions[row] - distance
         block_ids = rows.block_table[slots, positions // B].long()
-        picked = to_device(torch.from_numpy(chosen), device)
+        picked = array_to_device(chosen, device)
         attention = AttentionMetadata.of(
             query_lens=count.tolist(),
             context_lens=ends.tolist(),
             block_size=B,
             block_table=rows.block_table[rows.slots[picked], : -(-int(ends.max()) // B)],
             slot_mapping=block_ids * B + positions % B,
-        ).with_contexts(rows.positions[picked] - to_device(torch.from_numpy(left[chosen]), device))
+        ).with_contexts(rows.positions[picked] - array_to_device(left[chosen], device))
         hidden: Tensor = self.model(
             rows.token_ids[slots, positions], positions, self.kv_cache.layers, self.backend.begin_step(attention)
         )
-        last = hidden[to_device(torch.from_numpy(count.cumsum() - 1), device)]
+        last = hidden[array_to_device(count.cumsum() - 1, device)]
         if len(chosen) == len(counts):
             return last
         return last.new_zeros(len(counts), last.shape[1]).index_copy_(0, picked, last)

@@ -76,6 +76,15 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         attention = sum(2 * H * heads + H for layer in self.attends if layer is not None)
         return 2 * H * H + attention + len(self.attends) * (3 * H * self.intermediate_size + H) + 2 * H
 
+    def num_held(self, size: int) -> int:
+        """Weights that each of ``size`` ranks holds: its own query heads' and all the rest, and beside them rows of the
+        target's output layer, where not all tokens are drafted.
+        """
+        each = 2 * self.hidden_size * self.num_attention_heads * self.head_dim
+        of_query_heads = sum(each for layer in self.attends if layer is not None)
+        rows = self.draft_vocab_size if self.draft_vocab_size < self.vocab_size else 0
+        return self.num_parameters - of_query_heads + of_query_heads // size + rows * self.hidden_size
+
 
 @runtime_checkable
 class DraftContext(Protocol):

@@ -7,6 +7,7 @@ from kernel_device import DEVICE
 from refimpl.errors import RefimplError
 from refimpl.kernels import linear, overlap
 from refimpl.kernels.attention_tiles import Target
+from refimpl.kernels.few_tokens import room_for_parts
 
 H200, A100 = Target(90, 132), Target(80, 108)
 
@@ -40,3 +41,12 @@ def test_more_tokens_are_refused():
 
 def test_nothing_overlaps_where_there_is_no_gpu():
     assert overlap.overlapping(torch.zeros(1)) == {"OVERLAP": False}
+
+
+def test_programs_that_share_a_tile_have_room_for_their_sums_and_count_themselves():
+    scales, given = torch.ones(7, dtype=torch.float16, device=DEVICE), torch.zeros(30, dtype=torch.int32, device=DEVICE)
+    parts, arrivals = room_for_parts(scales, (2, 5, 4), 64 * 16, None)
+    assert (parts.dtype, len(parts)) == (torch.float32, 2 * 5 * 4 * 64 * 16)
+    assert arrivals.tolist() == [0] * 10
+    assert room_for_parts(scales, (2, 5, 4), 64 * 16, given)[1] is given
+    assert all(one is scales for one in room_for_parts(scales, (2, 5, 1), 64 * 16, None)), "nothing is made for one split"

@@ -23,6 +23,7 @@ from refimpl.config import GIB
 from refimpl.errors import CheckpointError, ConfigError, OutOfMemoryError
 from refimpl.executor import device as devices
 from refimpl.executor import gpu_memory
+from refimpl.executor.draft_weights import ModelWeights
 from refimpl.kernels import reference, transfer
 from refimpl.loading import checkpoint as loading
 from refimpl.loading import folder as folders
@@ -460,11 +461,11 @@ def test_a_draft_model_is_counted_before_anything_is_loaded(monkeypatch, unread)
     target, draft = tiny(), tiny(seed=1)
     drafts = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
     size = 8 * target.config.num_parameters
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 2 * size - 1)
-    with pytest.raises(OutOfMemoryError, match=r"and tiny, its draft model, 0\.00 .*dtype=bfloat16 takes") as caught:
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 2 * size - 1)
+    with pytest.raises(OutOfMemoryError, match=r"and its draft model tiny has 0\.00 .*dtype=bfloat16 takes") as caught:
         LLM(target, dtype="float64", speculative_config=drafts)
     assert caught.value.numbers["needed"] == 2 * size
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match="Use a smaller model, or none that drafts, or use another device"):
         LLM(target, dtype="float64", speculative_config=drafts)
 
@@ -480,7 +481,8 @@ def test_on_a_gpu_a_draft_model_is_counted_with_weights_and_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     args = EngineArgs(model="tiny", dtype="bfloat16", max_model_len=64)
     config = tiny().config
-    alone, both = (gpu_memory.before_loading(args, config, torch.bfloat16, CPU, draft) for draft in (None, config))
+    drafts = ModelWeights(tiny(seed=1), CPU, 1)
+    alone, both = (gpu_memory.before_loading(args, config, torch.bfloat16, CPU, draft) for draft in (None, drafts))
     assert both.weights == 2 * alone.weights == 4 * config.num_parameters
     assert both.block_bytes == 2 * alone.block_bytes
     [ours, theirs] = (next(each for each in sums.smaller if each.method == "fp8") for sums in (both, alone))

@@ -225,6 +225,7 @@ def test_a_draft_head_drafts_the_same_on_ranks(tmp_path, drafted):
     def work(ranks):
         target = load_model(checkpoint, "auto", torch.float64, CPU, 0, ranks=ranks)
         loaded = load_head(tmp_path, target, "tiny", "x")
+        assert sum(weight.numel() for weight in loaded.parameters()) == config.num_held(ranks.size)
         found = loaded(state, torch.tensor([3, 200, 319]), torch.arange(3), Elementwise())
         return loaded.blocks[0].q_proj.weight.shape[0], found, loaded.full_logits(found)
 

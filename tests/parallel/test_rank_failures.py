@@ -8,13 +8,14 @@ import threading
 import time
 
 import pytest
-from rank_processes import PATIENCE, assert_nothing_is_left, is_alive
+from rank_processes import PATIENCE, assert_nothing_is_left, ended_in_the_midst, is_alive
 
 from refimpl import LLM
-from refimpl.errors import RankFailedError
+from refimpl.errors import OutOfMemoryError, RankFailedError
+from refimpl.model_shares import share_of
 from refimpl.models.tiny import tiny
 from refimpl.parallel import executor as parallel_executor
-from refimpl.parallel import wire
+from refimpl.parallel import torchrun, wire
 from refimpl.parallel.setup import Model
 
 
@@ -29,12 +30,43 @@ def test_a_rank_that_dies_at_its_start_fails_the_construction_with_what_it_wrote
     assert_nothing_is_left(watches[0])
 
 
+def test_a_rank_whose_work_is_stuck_is_noticed_although_it_says_that_it_lives(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if 'REFIMPL_ENGINE' in os.environ:\n"
+        "    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))  # in the main thread alone\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    llm = LLM("tiny", tensor_parallel_size=2, distributed_timeout_seconds=8)
+    sample = ended_in_the_midst(llm, "SIGUSR1")
+    assert sample.finish_reason == "error"
+    assert "rank 1 lives but is stuck: others have waited" in sample.stop_reason
+
+
 def test_a_rank_that_cannot_load_fails_the_construction_with_its_error(monkeypatch):
     monkeypatch.setattr(Model, "of", classmethod(lambda cls, model: cls(name="/no/such/folder")))
     watches = kept_watches(monkeypatch)
     with pytest.raises(RankFailedError, match="rank 1 failed: no model at '/no/such/folder'"):
         LLM("tiny", tensor_parallel_size=2)
     assert_nothing_is_left(watches[0])
+
+
+def test_the_ranks_of_a_machine_need_room_for_all_of_their_shares(monkeypatch):
+    """Each share alone would fit, and more: nothing is loaded."""
+    watches = kept_watches(monkeypatch)
+    share = 8 * share_of(tiny().config, 2).num_parameters
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 2 * share - 1)
+    with pytest.raises(OutOfMemoryError, match="on each of 2 ranks here, together") as caught:
+        LLM("tiny", tensor_parallel_size=2, dtype="float64")
+    assert caught.value.numbers == {"needed": 2 * share, "free": 2 * share - 1}
+    assert_nothing_is_left(watches[0])
+
+
+def test_ranks_on_other_machines_take_nothing_of_this_ones_memory(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert torchrun.ranks_here(16) == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert torchrun.ranks_here(16) == 8
 
 
 def test_a_failure_on_rank_0_ends_the_others(monkeypatch):
@@ -54,7 +86,7 @@ ORPHANS = """
 import socket, sys
 from refimpl.parallel.processes import Processes
 from refimpl.parallel.watch import Watch
-watch = Watch(2, {1: b"{}"}, Processes(2), socket.create_server(("127.0.0.1", 0)), b"token")
+watch = Watch(2, {1: b"{}"}, Processes(2), socket.create_server(("127.0.0.1", 0)), b"token", 300)
 watch.wait_connected()
 print(*watch.process_ids, flush=True)
 sys.stdin.read()

@@ -9,11 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
-from rank_processes import PATIENCE, assert_nothing_is_left, is_alive
+from rank_processes import assert_nothing_is_left, ended_in_the_midst, is_alive
 
 from refimpl import LLM, SamplingParams
 from refimpl.errors import ConfigError
@@ -204,7 +202,7 @@ def test_drafts_are_the_same_on_every_rank(config, overlap):
     options = {"speculative_config": config | {"sampler": "coupled"}, "async_scheduling": overlap}
     with opened(1, tiny()) as plain, opened(2, tiny(), **options) as llm:
         assert tokens_of(answers(llm)) == tokens_of(answers(plain))
-        draft = llm.engine.executor._local._draft
+        draft = llm.engine.executor._local._drafter
         assert draft is None or draft.share.num_attention_heads == 2, "split as the target is"
 
 
@@ -275,31 +273,6 @@ def test_two_engines_at_once_do_not_meet_and_close_ends_the_ranks(two):
 
 
 # ---------------------------------------------------------------------- the end of the engines that were shared
-
-
-def ended_in_the_midst(llm, name):
-    """Send a signal to a rank while a long request runs; the sample that came of it. Afterwards nothing is left."""
-    watch, done = llm.engine.executor.watch, []
-    params = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
-
-    def generate():
-        while not done or done[-1].outputs[0].finish_reason == "length":
-            done.extend(llm.generate([[1, 2, 3]], params, use_tqdm=False))
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    until = llm.engine.scheduler.step + 60
-    while llm.engine.scheduler.step < until:
-        time.sleep(0.01)
-    os.kill(watch.process_ids[-1], getattr(signal, name))
-    thread.join(PATIENCE)
-    assert not thread.is_alive(), "the request ends"
-    [later] = llm.generate([[4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
-    assert later.outputs[0].finish_reason == "error", "all that comes later is told as well"
-    assert_nothing_is_left(watch)
-    llm.close()
-    llm.close()
-    return done[-1].outputs[0]
 
 
 def test_a_rank_that_is_killed_ends_requests_with_an_error_and_leaves_nothing(two):

@@ -11,7 +11,7 @@ PATIENCE = 240.0
 
 class ThreadRanks:
     def __init__(self, rank, size, shared):
-        self.rank, self.size, self._shared = rank, size, shared
+        self.rank, self.size, self.here, self._shared = rank, size, size, shared
         self.calls = []
 
     def _all(self, x, kind):

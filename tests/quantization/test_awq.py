@@ -106,14 +106,13 @@ def test_a_machine_too_small_for_the_weights_is_told_of_4_bits(monkeypatch):
     wide = tiny(hidden_size=512, intermediate_size=512, head_dim=128, vocab_size=64)
     room = weight_bytes(wide.config, Awq(), 2)
     options = {"dtype": "bfloat16", "load_format": "dummy"}
-    for module in ("local", "weights"):
-        monkeypatch.setattr(f"refimpl.executor.{module}.free_host_memory", lambda: room)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: room)
     with pytest.raises(OutOfMemoryError, match=r"in bfloat16; .* quantization=awq takes 0\.0 GiB and fits"):
         LLM(wide, **options)
     with LLM(wide, quantization="awq", num_gpu_blocks_override=4, **options) as llm:
         assert llm.memory_report().weight_bytes == room
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: room - 1)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: room - 1)
     with pytest.raises(OutOfMemoryError, match=r"GiB in awq \(embeddings and output head in bfloat16\)"):
         LLM(wide, quantization="awq", **options)
 

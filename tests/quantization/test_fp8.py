@@ -126,7 +126,7 @@ def test_weight_bytes_are_what_is_held():
 def test_a_machine_too_small_for_the_weights_is_told_of_fp8(monkeypatch):
     config = tiny().config
     room = weight_bytes(config, Fp8(), 2)
-    monkeypatch.setattr("refimpl.executor.local.free_host_memory", lambda: room)
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: room)
     assert room < 2 * config.num_parameters
     with pytest.raises(OutOfMemoryError, match=r"in bfloat16; .* quantization=fp8 takes 0\.0 GiB and fits"):
         LLM("tiny", dtype="bfloat16")

@@ -55,7 +55,7 @@ class Run:
         prompt = [5, 6, 7, 8] * rng.randrange(0, 3) + [rng.randrange(3, 200) for _ in range(rng.randrange(1, 12))]
         params = SamplingParams(n=rng.choice((1, 1, 2)), max_tokens=rng.randrange(1, 14), seed=number, stop=["q"])
         self.engine.add_request(f"r{number}", prompt, params)
-        self.requests[f"r{number}"] = self.engine._book.unfinished(f"r{number}")
+        [self.requests[f"r{number}"]] = self.engine.known_requests(f"r{number}")
 
     def step(self):
         self.clock.now += self.rng.randrange(1, 40) / 64
@@ -209,7 +209,7 @@ def test_a_batch_that_stays_the_same_is_counted_as_one_that_is_looked_through():
     run = Run()
     for number in range(4):
         run.engine.add_request(str(number), [3 + number] * 5, SamplingParams(max_tokens=40, ignore_eos=True))
-        run.requests[str(number)] = run.engine._book.unfinished(str(number))
+        [run.requests[str(number)]] = run.engine.known_requests(str(number))
     short = 0
     while run.engine.has_unfinished_requests():
         run.step()

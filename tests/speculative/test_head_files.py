@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from refimpl.errors import CheckpointError, ConfigError
+from refimpl import LLM, SamplingParams
+from refimpl.errors import CheckpointError, ConfigError, OutOfMemoryError
 from refimpl.models.tiny import tiny
 from refimpl.speculate.dense import frozen_target
 from refimpl.speculative.head_files import CONFIG, VOCABULARY, WEIGHTS, load_head, save_head
@@ -103,3 +104,24 @@ def test_releasing_a_head_leaves_its_target(folder):
     head.release()
     assert model.embed_tokens.untyped_storage().nbytes() > 0
     assert model.compute_logits(torch.ones(1, 64)).shape == (1, 320)
+
+
+def test_its_weights_are_counted_before_loading_and_in_the_report(folder, monkeypatch):
+    head = load(folder, target())
+    alone = 4 * tiny().config.num_parameters
+    drafts = {"method": "head", "model": str(folder), "num_speculative_tokens": 2, "adaptive": False}
+    with LLM(tiny(), dtype="float32", speculative_config=drafts, max_model_len=64) as llm:
+        assert llm.memory_report().weight_bytes == alone + 4 * head.config.num_held(1)
+        assert llm.memory_report().block_bytes == 8192, "its keys and values are the target's"
+        [output] = llm.generate([[1, 2]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "length"
+    monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: alone)
+    with pytest.raises(OutOfMemoryError, match=r"and its draft head has 0\.00 .*dtype=bfloat16 takes") as caught:
+        LLM(tiny(), dtype="float32", speculative_config=drafts)
+    assert caught.value.numbers["needed"] == alone + 4 * head.config.num_held(1)
+
+
+def test_a_head_that_is_not_there_is_told_before_the_target_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("refimpl.executor.local.load_model", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(CheckpointError, match="refimpl speculate train"):
+        LLM(tiny(), speculative_config={"method": "head", "model": str(tmp_path), "num_speculative_tokens": 2})
