@@ -282,9 +282,9 @@ def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
             else tuple({"T": T, "out_features": 4096, "in_features": H} for T in (2, 8, 16) for H in (4096, 14336))
         ),
         tolerance={
-            torch.float32: Tolerance(1e-6, 4e-6, "sums of up to 14,336 products of about 1, in another order"),
-            torch.bfloat16: Tolerance(1.02 * 2.0**-8, 4e-6, "one rounding, of such a sum"),
-            torch.float16: Tolerance(1.02 * 2.0**-11, 4e-6, "one rounding, of such a sum"),
+            torch.float32: Tolerance(1e-6, 4e-5, "sums of up to 14,336 products of about 0.01, one after the other"),
+            torch.bfloat16: Tolerance(1.02 * 2.0**-8, 4e-5, "one rounding, of such a sum"),
+            torch.float16: Tolerance(1.02 * 2.0**-11, 4e-5, "one rounding, of such a sum"),
         },
         bytes_moved=lambda shape, dtype: matrices * shape["out_features"] * shape["in_features"] * dtype.itemsize,
         flops=lambda shape, dtype: 2 * matrices * shape["out_features"] * shape["in_features"],

@@ -139,6 +139,17 @@ def test_a_gpu_is_filled_from_a_mapped_file_through_little_pinned_memory(tmp_pat
         view = torch.empty(source.shape, dtype=dtype, device=device)
         fill(view, source)
         assert torch.equal(view.cpu().view(torch.uint8), source.contiguous().view(torch.uint8))
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    assert pinned <= 3 * (transfer.MOST_READERS + 2) * transfer.PIECE_BYTES
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is a GPU's")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_rounded_on_its_way_to_a_gpu_is_rounded_as_a_whole_would_be(tmp_path, dtype):
+    whole = torch.randn(8192, 8192).to(dtype)
+    save_file({"one": whole}, tmp_path / "model.safetensors")
+    [(_, tensor)] = FolderCheckpoint(tmp_path).weights()
+    device = torch.device("cuda")
     part = QuantisedPart(
         torch.empty(8192, 8192, dtype=torch.float8_e4m3fn, device=device), torch.empty(8192, device=device), dtype
     )
@@ -146,8 +157,6 @@ def test_a_gpu_is_filled_from_a_mapped_file_through_little_pinned_memory(tmp_pat
     values, scales = reference.quantise(whole.to(device))
     assert torch.equal(part._scales, scales)
     assert torch.equal(part._values.view(torch.uint8), values.view(torch.uint8))
-    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    assert pinned <= 3 * (transfer.MOST_READERS + 2) * transfer.PIECE_BYTES
 
 
 # ---------------------------------------------------------------------- only what is wanted
@@ -463,11 +472,11 @@ def test_a_draft_model_is_counted_before_anything_is_loaded(monkeypatch, unread)
     size = 8 * target.config.num_parameters
     monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 2 * size - 1)
     with pytest.raises(OutOfMemoryError, match=r"and its draft model tiny has 0\.00 .*dtype=bfloat16 takes") as caught:
-        LLM(target, dtype="float64", speculative_config=drafts)
+        LLM(target, dtype="float64", device="cpu", speculative_config=drafts)
     assert caught.value.numbers["needed"] == 2 * size
     monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match="Use a smaller model, or none that drafts, or use another device"):
-        LLM(target, dtype="float64", speculative_config=drafts)
+        LLM(target, dtype="float64", device="cpu", speculative_config=drafts)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_is_loaded(unread):

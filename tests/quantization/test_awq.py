@@ -105,7 +105,7 @@ def test_a_cpu_widens_where_memory_allows():
 def test_a_machine_too_small_for_the_weights_is_told_of_4_bits(monkeypatch):
     wide = tiny(hidden_size=512, intermediate_size=512, head_dim=128, vocab_size=64)
     room = weight_bytes(wide.config, Awq(), 2)
-    options = {"dtype": "bfloat16", "load_format": "dummy"}
+    options = {"dtype": "bfloat16", "load_format": "dummy", "device": "cpu"}
     monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: room)
     with pytest.raises(OutOfMemoryError, match=r"in bfloat16; .* quantization=awq takes 0\.0 GiB and fits"):
         LLM(wide, **options)
@@ -118,7 +118,7 @@ def test_a_machine_too_small_for_the_weights_is_told_of_4_bits(monkeypatch):
 
 
 def test_the_doctor_counts_them_too():
-    args = EngineArgs(model="tiny", dtype="bfloat16", quantization="awq")
+    args = EngineArgs(model="tiny", dtype="bfloat16", quantization="awq", device="cpu")
     choices, device, dtype = machine.check_choices(args)
     [served] = [finding for finding in choices if finding.name == "products of 4-bit weights"]
     assert served.value == "torch, on widened weights"

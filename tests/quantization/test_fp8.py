@@ -129,13 +129,13 @@ def test_a_machine_too_small_for_the_weights_is_told_of_fp8(monkeypatch):
     monkeypatch.setattr("refimpl.executor.weights.free_host_memory", lambda: room)
     assert room < 2 * config.num_parameters
     with pytest.raises(OutOfMemoryError, match=r"in bfloat16; .* quantization=fp8 takes 0\.0 GiB and fits"):
-        LLM("tiny", dtype="bfloat16")
+        LLM("tiny", dtype="bfloat16", device="cpu")
     with pytest.raises(OutOfMemoryError, match=r"GiB in fp8 \(embeddings and output head in float64\)"):
-        LLM("tiny", dtype="float64", quantization="fp8")
+        LLM("tiny", dtype="float64", quantization="fp8", device="cpu")
 
 
 def test_the_doctor_counts_them_too():
-    args = EngineArgs(model="tiny", dtype="bfloat16", quantization="fp8")
+    args = EngineArgs(model="tiny", dtype="bfloat16", quantization="fp8", device="cpu")
     choices, device, dtype = machine.check_choices(args)
     [served] = [finding for finding in choices if finding.name == "products of FP8 weights"]
     assert served.value == "torch"
@@ -165,7 +165,7 @@ def test_a_gpu_without_fp8_is_refused_with_the_alternative(monkeypatch):
 
 def test_a_cpu_says_once_that_it_is_slow(caplog):
     caplog.set_level(logging.INFO, logger="refimpl")
-    with LLM("tiny", dtype="float32", quantization="fp8", num_gpu_blocks_override=16) as llm:
+    with LLM("tiny", dtype="float32", device="cpu", quantization="fp8", num_gpu_blocks_override=16) as llm:
         llm.generate(["one", "two"], SamplingParams(temperature=0, max_tokens=3))
     said = [record.message for record in caplog.records if "FP8" in record.message]
     assert len(said) == 1

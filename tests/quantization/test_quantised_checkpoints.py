@@ -97,7 +97,8 @@ def test_the_engine_takes_the_method_of_the_checkpoint_and_says_so(tmp_path, cap
     caplog.set_level(logging.INFO, logger="refimpl")
     path, plain, _ = folder(tmp_path, AWQ)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(str(path), dtype="float32", num_gpu_blocks_override=8) as llm, LLM(plain, dtype="float32") as theirs:
+    options = {"dtype": "float32", "device": "cpu"}
+    with LLM(str(path), num_gpu_blocks_override=8, **options) as llm, LLM(plain, **options) as theirs:
         ours, expected = (one.generate([TEXT], greedy, use_tqdm=False)[0].outputs[0] for one in (llm, theirs))
     assert ours.token_ids == expected.token_ids
     said = [record.message for record in caplog.records if "4-bit weights" in record.message]
