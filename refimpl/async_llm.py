@@ -296,8 +296,8 @@ class AsyncLLM(AsyncClosing):
         return self.engine.tokenizer
 
     def trouble(self, patience: float = PATIENCE) -> str | None:
-        """Why nothing comes of requests, in a sentence: the engine has ended, or has been in one step for too many seconds.
-        None while all is well. Any thread may ask, and is answered at once.
+        """Why nothing comes of requests, in a sentence: the engine has ended, lost a rank, or has been in one step for too
+        many seconds. None while all is well. Any thread may ask, and is answered at once.
         """
         return self.step_thread.trouble(patience)
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from refimpl.engine import Engine
 from refimpl.errors import AbortedError, EngineFailedError, RefimplError
+from refimpl.executor.executor import is_lost
 from refimpl.intake import PreparedRequest
 from refimpl.outputs import RequestOutput
 from refimpl.watchdog import PATIENCE, Watchdog
@@ -147,9 +148,13 @@ class StepThread:
         self.post(command)
 
     def trouble(self, patience: float) -> str | None:
-        """Why nothing comes of requests, in a sentence: it has ended, or one step has taken longer than so many seconds."""
+        """Why nothing comes of requests, in a sentence: it has ended, its other ranks have, or one step has taken longer
+        than so many seconds.
+        """
         if not self._thread.is_alive():
             return "its thread has ended"
+        if is_lost(self.engine.executor):  # why is about this machine: the log has it
+            return "another rank of it is lost"
         seconds = self._watchdog.seconds_in_step
         return f"it has been in one step for {seconds:.0f} s" if seconds > patience else None
 

@@ -64,6 +64,20 @@ class HoldsKVCache(Protocol):
         """The tensors behind the block ids."""
 
 
+@runtime_checkable
+class CanBeLost(Protocol):
+    """An executor of other processes, which may end while this one lives: no later step can be computed then."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is lost; None while it computes. Any thread may ask."""
+
+
+def is_lost(executor: Executor) -> bool:
+    """Whether every further step would fail."""
+    return isinstance(executor, CanBeLost) and executor.failure is not None
+
+
 def kv_cache_of(executor: Executor) -> KVCache:
     """The keys and values that an executor computes.
 

@@ -140,6 +140,11 @@ class ParallelExecutor:
         """What other settings would make of rank 0's cache."""
         return self._local.setting_changes
 
+    @property
+    def failure(self) -> str | None:
+        """Why the other ranks are given up; None while they live."""
+        return self.watch.failure
+
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Order a step on every rank. Once a rank has failed, every step does."""
         future: Future[ModelRunnerOutput] = Future()

@@ -9,6 +9,7 @@ Nothing is tried again: the engine's requests end with an error.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -20,6 +21,8 @@ from refimpl.errors import RankFailedError
 from refimpl.parallel import wire
 from refimpl.parallel.processes import Processes
 from refimpl.parallel.progress import Progress
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 BEAT_SECONDS = 0.5
@@ -269,6 +272,8 @@ class Watch:
         if self._processes is not None:
             self._processes.end()
         if self.failure is not None:
+            if len(self._ready) == self._size - 1:  # before, whoever starts the engine is told
+                log.error("the other ranks are given up: %s", self.failure)
             self.on_failure()
         with self._changed:
             self._changed.notify_all()

@@ -99,7 +99,7 @@ class LocalClient:
         return self.llm.generate(token_ids, params, request_id, priority=priority, cache_salt=cache_salt, user=user)
 
     def trouble(self) -> str | None:
-        """Whether no engine is left whose thread lives and has not been in one step for too long."""
+        """Whether no engine is left whose thread and ranks live, and that has not been in one step for too long."""
         return self.llm.trouble(self.stuck_after)
 
     def load(self) -> Load:

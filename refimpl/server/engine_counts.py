@@ -14,6 +14,7 @@ from itertools import pairwise, repeat
 from typing import TYPE_CHECKING
 
 from refimpl.events import ArrivalRecord, StepRecord
+from refimpl.executor.executor import is_lost
 from refimpl.outputs import NO_TOKEN, Finish
 from refimpl.server.histogram import Histogram
 from refimpl.server.metric_names import METRICS, REASONS, lengths_up_to
@@ -285,7 +286,7 @@ class EngineCounts:
         scheduler, stats = self.engine.scheduler, self.engine.prefix_cache_stats
         kv, host = scheduler.kv, scheduler.kv.swap
         return {
-            "engine_up": {(): float(self.engine.is_open)},
+            "engine_up": {(): float(self.engine.is_open and not is_lost(self.engine.executor))},
             "num_requests_running": {(): len(scheduler.running)},
             "num_requests_waiting": {(): len(scheduler.waiting)},
             "num_requests_swapped": {(): host.num_swapped},

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -49,6 +51,33 @@ class Listening:
                 f"{self.host}:{self.port} cannot be listened on: {error.strerror or error}; choose another --host or --port"
             ) from None
         return found
+
+    def check_certificate(self) -> None:
+        """See that certificate and key can be used, before a model is loaded.
+
+        Raises:
+            ConfigError: one cannot be read, is locked, or they do not belong together.
+
+        """
+        certificate, key = self.ssl_certfile, self.ssl_keyfile
+        if certificate is None or key is None:
+            return
+        for flag, name in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
+            try:
+                Path(name).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{flag} {name} cannot be read: {error.strerror or error}") from None
+
+        def locked() -> str:  # else OpenSSL would ask at the terminal
+            raise ConfigError(f"--ssl-keyfile {key} is locked by a pass phrase; give a key without one")
+
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, locked)
+        except ssl.SSLError as error:
+            why = error.reason.lower().replace("_", " ") if error.reason else "one of them holds none in PEM"
+            raise ConfigError(
+                f"--ssl-certfile {certificate} and --ssl-keyfile {key} are no certificate and its key: {why}"
+            ) from None
 
     def url(self, bound: socket.socket) -> str:
         """The address for clients."""

@@ -44,10 +44,11 @@ class Serving:
         """Load the model, and serve it until a signal ends this.
 
         Raises:
-            RefimplError: the address cannot be had, or the model.
+            RefimplError: the address cannot be had, the certificate, or the model.
 
         """
         listening = self.listening
+        listening.check_certificate()
         with listening.bind() as bound:
             options = {one.name: getattr(args, one.name) for one in dataclasses.fields(args)}
             with Replicas(**options, data_parallel_size=self.options.data_parallel_size) as llm:

@@ -1,13 +1,12 @@
 """``refimpl serve``: its flags and their effect, its file of flags, what it prints, and how it ends."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 
 import httpx
 import pytest
+from serve_process import served
 
 from refimpl import EngineArgs
 from refimpl.cli import main
@@ -158,31 +157,22 @@ def test_a_port_that_is_taken_is_known_at_once(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    """``refimpl serve`` with many flags: (process, url, file of its log)."""
+    """``refimpl serve`` with many flags."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "flags.yaml").write_text("block-size: 8\nnum-gpu-blocks-override: 64\nmax-model-len: 256\nmax-n: 2\n")
-    command = [sys.executable, "-c", "from refimpl.cli import main; main()"]
-    command += ["serve", "tiny", "--port", "0", "--config", str(folder / "flags.yaml"), "--max-num-seqs", "2"]
-    command += ["--max-num-batched-tokens", "32", "--no-enable-prefix-caching", "--num-speculative-tokens", "2"]
-    command += ["--swap-space", "0.1", "--use-v2-block-manager", "--api-key", "secret"]
-    log = folder / "log"
-    with log.open("w") as stderr:
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ.copy())
-        line = running.stdout.readline()
-        assert line.startswith("refimpl serves tiny at http://127.0.0.1:"), log.read_text()
-        yield running, line.split()[-1].removesuffix("/v1"), log
-        running.kill()
-        running.wait()
-        running.stdout.close()
+    flags = ["--port", "0", "--config", folder / "flags.yaml", "--max-num-seqs", "2", "--max-num-batched-tokens", "32"]
+    flags += ["--no-enable-prefix-caching", "--num-speculative-tokens", "2", "--swap-space", "0.1"]
+    flags += ["--use-v2-block-manager", "--api-key", "secret"]
+    with served(folder, *flags) as running:
+        yield running
 
 
 def test_a_served_process_answers_logs_and_ends(process):
-    running, url, log = process
+    url = process.url
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=30, trust_env=False) as client:
         ask_it(client, url)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(30) == 0
-    check_log(log.read_text())
+    process.end()
+    check_log(process.log.read_text())
 
 
 def ask_it(client, url):
