@@ -1,13 +1,20 @@
-"""Make the pictures that the README shows, from a real run of the tiny model.
+"""Make the pictures that the README shows, from a real run of the tiny model and from a server under load.
 
-    python notebooks/gallery/make_gallery.py
+    python notebooks/gallery/make_gallery.py [run] [server]
 
-Writes run.jsonl.gz (the event log), run.html (the exported page) and, where playwright and a Chromium are at hand,
-dashboard-light.png and dashboard-dark.png. The run has a preemption, copies on write, a fork and prefix hits.
+run: run.jsonl.gz (the event log), run.html (the exported page), dashboard-light.png and dashboard-dark.png. The run has a
+preemption, copies on write, a fork and prefix hits. server: server-light.png, the page /ui while `refimpl serve` answers
+with the embedded model. Pictures need playwright and a Chromium on PATH.
 """
 
+import contextlib
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
+
+from openai import OpenAI
 
 from refimpl import Engine, EngineArgs, EventLog, SamplingParams
 from refimpl.visualizers import export_html
@@ -18,6 +25,17 @@ LATE = [
     ("paging", "What is paging?", 50),
     ("waiting", "Why do requests wait?", 50),
     ("long", "A prompt that comes late, and is so long that it must be split by the budget of a step. " * 2, 40),
+]
+RULES = "You answer in short sentences, and you say so when you do not know."
+QUESTIONS = [
+    ("What is a KV cache?", 160),
+    ("Why do requests wait?", 45),
+    ("Name three rivers, and where they end.", 110),
+    ("How does a page table work?", 140),
+    ("What does a scheduler decide?", 60),
+    ("Tell me of the sea.", 120),
+    ("What is a token?", 80),
+    ("Who was Ada Lovelace?", 100),
 ]
 
 
@@ -52,14 +70,21 @@ def run() -> EventLog:
     return engine.events
 
 
-def screenshots(page: Path) -> None:
-    """The page at its first preemption, light and dark."""
+@contextlib.contextmanager
+def new_tab(height: int):
+    """A tab of a browser without a window, in light colours."""
     from playwright.sync_api import sync_playwright
 
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
-        tab = browser.new_page(viewport={"width": 1264, "height": 1500})
+        yield browser.new_page(viewport={"width": 1264, "height": height})
+        browser.close()
+
+
+def screenshots(page: Path) -> None:
+    """The page at its first preemption, light and dark."""
+    with new_tab(1500) as tab:
         tab.goto(page.as_uri())
         tab.wait_for_selector(".refimpl canvas")
         tab.click("button[aria-label='Next preemption']")
@@ -68,11 +93,63 @@ def screenshots(page: Path) -> None:
             tab.wait_for_timeout(600)
             tab.screenshot(path=HERE / f"dashboard-{theme}.png", full_page=True)
             tab.click("button[aria-label='Light or dark']")
-        browser.close()
+
+
+@contextlib.contextmanager
+def served(*flags: str):
+    """The address of a server of the embedded model."""
+    command = [sys.executable, "-c", "from refimpl.cli import main; main()", "serve", "smollm2", "--port", "0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield server.stdout.readline().split()[-1].removesuffix("/v1")
+        finally:
+            server.terminate()
+
+
+def ask(url: str, question: str, max_tokens: int) -> None:
+    """One question, with an answer of so many tokens."""
+    messages = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
+    OpenAI(base_url=f"{url}/v1", api_key="none").chat.completions.create(
+        model="smollm2", messages=messages, max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}
+    )
+
+
+def photograph_server() -> None:
+    """Its page while answers come, each of which began a little later; their prompts begin alike."""
+    flags = (
+        "--num-gpu-blocks-override",
+        "40",
+        "--max-num-seqs",
+        "5",
+        "--max-num-batched-tokens",
+        "48",
+        "--max-model-len",
+        "512",
+    )
+    with served(*flags) as url, new_tab(860) as tab:
+        tab.goto(f"{url}/ui")
+        tab.wait_for_selector(".refimpl[data-position]")
+        asking = [threading.Thread(target=ask, args=(url, *question)) for question in QUESTIONS]
+        for number, thread in enumerate(asking):
+            wait_for_step(tab, 12 * number)
+            thread.start()
+        wait_for_step(tab, 125)
+        tab.screenshot(path=HERE / "server-light.png", full_page=True)
+        for thread in asking:
+            thread.join()
+
+
+def wait_for_step(tab, step: int) -> None:
+    """Until the page shows it. The page lets nobody evaluate scripts, so it is asked again and again."""
+    while int(tab.locator(".refimpl").get_attribute("data-position")) < step - 1:
+        tab.wait_for_timeout(50)
 
 
 if __name__ == "__main__":
-    log = run()
-    log.save(HERE / "run.jsonl.gz")
-    exported = export_html(log, HERE / "run.html")
-    screenshots(exported)
+    wanted = sys.argv[1:] or ["run", "server"]
+    if "run" in wanted:
+        log = run()
+        log.save(HERE / "run.jsonl.gz")
+        screenshots(export_html(log, HERE / "run.html"))
+    if "server" in wanted:
+        photograph_server()
