@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from openai import OpenAI
+import httpx
 
 from refimpl import Engine, EngineArgs, EventLog, SamplingParams
 from refimpl.visualizers import export_html
@@ -71,7 +73,7 @@ def run() -> EventLog:
 
 
 @contextlib.contextmanager
-def new_tab(height: int):
+def new_tab(height: int) -> Iterator[Any]:
     """A tab of a browser without a window, in light colours."""
     from playwright.sync_api import sync_playwright
 
@@ -96,11 +98,12 @@ def screenshots(page: Path) -> None:
 
 
 @contextlib.contextmanager
-def served(*flags: str):
+def served(*flags: str) -> Iterator[str]:
     """The address of a server of the embedded model."""
     command = [sys.executable, "-c", "from refimpl.cli import main; main()", "serve", "smollm2", "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
+            assert server.stdout is not None
             yield server.stdout.readline().split()[-1].removesuffix("/v1")
         finally:
             server.terminate()
@@ -109,24 +112,14 @@ def served(*flags: str):
 def ask(url: str, question: str, max_tokens: int) -> None:
     """One question, with an answer of so many tokens."""
     messages = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
-    OpenAI(base_url=f"{url}/v1", api_key="none").chat.completions.create(
-        model="smollm2", messages=messages, max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}
-    )
+    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600, trust_env=False).raise_for_status()
 
 
 def photograph_server() -> None:
     """Its page while answers come, each of which began a little later; their prompts begin alike."""
-    flags = (
-        "--num-gpu-blocks-override",
-        "40",
-        "--max-num-seqs",
-        "5",
-        "--max-num-batched-tokens",
-        "48",
-        "--max-model-len",
-        "512",
-    )
-    with served(*flags) as url, new_tab(860) as tab:
+    flags = "--num-gpu-blocks-override 40 --max-num-seqs 5 --max-num-batched-tokens 48 --max-model-len 512"
+    with served(*flags.split()) as url, new_tab(860) as tab:
         tab.goto(f"{url}/ui")
         tab.wait_for_selector(".refimpl[data-position]")
         asking = [threading.Thread(target=ask, args=(url, *question)) for question in QUESTIONS]
@@ -139,7 +132,7 @@ def photograph_server() -> None:
             thread.join()
 
 
-def wait_for_step(tab, step: int) -> None:
+def wait_for_step(tab: Any, step: int) -> None:
     """Until the page shows it. The page lets nobody evaluate scripts, so it is asked again and again."""
     while int(tab.locator(".refimpl").get_attribute("data-position")) < step - 1:
         tab.wait_for_timeout(50)

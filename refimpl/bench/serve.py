@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -91,7 +91,7 @@ def run(
     check_url(target.url)
     if pattern.max_concurrency is not None and pattern.max_concurrency < 1:
         raise ConfigError(f"max_concurrency is {pattern.max_concurrency}; it must be 1 or more")
-    asks = {_name(workload, rate): workload.asks(rate) for rate in pattern.rates}
+    asks = {_name(workload, rate): workload.asks(rate, f"row {row} " * (row > 0)) for row, rate in enumerate(pattern.rates)}
     rows = Rows(list(asks), _tell, max_minutes)
     outcomes = {} if outcomes is None else outcomes
     with rows.kept_when_interrupted():
@@ -166,15 +166,22 @@ def _measure(
 ) -> Figures:
     if asks[-1].at > at_most:
         raise DoesNotFit(f"its requests come for {asks[-1].at:.0f} seconds, and {at_most:.0f} were left for it")
+    some = _warm_up(workload, pattern.warm_up, name)
     with tqdm(total=len(asks), desc=name, unit="request", leave=False, disable=None) as bar:
-        outcome = asyncio.run(_served(_stream(target, model, workload.chat), asks, pattern, bar.update))
+        outcome = asyncio.run(_served(_stream(target, model, workload.chat), some, asks, pattern, bar.update))
     outcomes[name] = outcome
     return figures(outcome, pattern.limits)
 
 
-async def _served(stream: OpenAIStream, asks: list[Ask], pattern: Pattern, ended: Any) -> Outcome:
+def _warm_up(workload: Workload, count: int, row: str) -> list[Ask]:
+    """Requests like those of a row, whose prompts the row does not have."""
+    some = replace(workload, num_prompts=max(1, count)).asks(math.inf, f"warm-up of {row} ")[:count]
+    return [Ask(0.0, ask.prompt, min(ask.output, WARM_UP_TOKENS)) for ask in some]
+
+
+async def _served(stream: OpenAIStream, some: list[Ask], asks: list[Ask], pattern: Pattern, ended: Any) -> Outcome:
+    """Warm up with some requests, then measure."""
     async with stream:
-        some = [Ask(0.0, ask.prompt, min(ask.output, WARM_UP_TOKENS)) for ask in asks[: pattern.warm_up]]
         warm_up = await drive(some, partial(_send, stream), stream.clock, pattern.max_concurrency)
         failed = [answer for answer in warm_up.answers if answer.error]
         if failed and len(failed) == len(some):

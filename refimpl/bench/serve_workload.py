@@ -9,7 +9,9 @@ FILE.csv                      those of a trace with TIMESTAMP, ContextTokens, Ge
 FILE.jsonl                    the prompts of a file, in turn: texts, or token ids
 ============================  ======================================================================================
 
-For ``/chat/completions`` random tokens are replaced by as many short words, since messages are texts.
+Random tokens are others in each row and in its warm-up. The prompts of ``mixed`` and of a file are the same: a server that
+caches prefixes knows them from the second row on. For ``/chat/completions`` random tokens are replaced by as many short
+words, since messages are texts.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ class Workload:
     max_tokens: int = 128
     """For prompts of a file that do not say."""
 
-    def asks(self, rate: float | None) -> list[Ask]:
+    def asks(self, rate: float | None, row: str = "") -> list[Ask]:
         """The requests, ``rate`` a second: all at once if it is infinite, and with None as in the trace.
+
+        Each ``row`` has random tokens of its own: a server that caches prefixes would know those of the row before.
 
         Raises:
             ConfigError: the workload has no such form, a number is out of range, or a rate is missing.
@@ -61,7 +65,7 @@ class Workload:
             raise ConfigError(f"num_prompts is {self.num_prompts}; it must be 1 or more")
         if self.vocab_size <= LOWEST_ID:
             raise ConfigError(f"vocab_size is {self.vocab_size}; it must be over {LOWEST_ID}, where special tokens may be")
-        requests, timed = self._requests()
+        requests, timed = self._requests(row)
         if rate is None and not timed:
             raise ConfigError(f"the workload {self.name!r} has no times of its own; give a request_rate, or inf")
         times = [ask.at for ask in requests] if rate is None else self._times(rate, len(requests))
@@ -75,33 +79,33 @@ class Workload:
                 raise ConfigError(f"{name} is {value:g}; it must be above 0 (a rate may be inf: all at once)")
         return list(islice(accumulate(gaps(rate, self.seed, self.burstiness)), count))
 
-    def _requests(self) -> tuple[list[Ask], bool]:
+    def _requests(self, row: str) -> tuple[list[Ask], bool]:
         """The requests, and whether their times mean something."""
         from refimpl.bench.traces import generate, read_trace
 
         name, count = self.name, self.num_prompts
         if name in ("conv", "code"):
-            return self._random(generate(name, count, self.seed)), True
+            return self._random(generate(name, count, self.seed), row), True
         if name.endswith((".csv", ".csv.gz")):
-            return self._random(read_trace(Path(name))[:count]), True
+            return self._random(read_trace(Path(name))[:count], row), True
         if name.endswith(".jsonl"):
             return [self._read(line) for line in islice(cycle(_lines(Path(name))), count)], False
         if name.startswith("prefix:"):
-            return self._shared(name.removeprefix("prefix:")), False
+            return self._shared(name.removeprefix("prefix:"), row), False
         if name == "mixed":
             from refimpl.bench.offline import requests_of, within_vocabulary
 
             drawn = within_vocabulary(requests_of(f"mixed-{count}"), max(self.vocab_size, LOWEST_ID + 1))
             return [Ask(0.0, self._said(prompt), output) for prompt, output in drawn], False
-        return self._random(mixed(name, count, self.seed)), False
+        return self._random(mixed(name, count, self.seed), row), False
 
-    def _random(self, lengths: Sequence[TraceRequest]) -> list[Ask]:
+    def _random(self, lengths: Sequence[TraceRequest], row: str) -> list[Ask]:
         return [
-            Ask(one.arrival, self._said(self._ids(one.prompt, f"prompt {number}")), one.output)
+            Ask(one.arrival, self._said(self._ids(one.prompt, f"{row}prompt {number}")), one.output)
             for number, one in enumerate(lengths)
         ]
 
-    def _shared(self, form: str) -> list[Ask]:
+    def _shared(self, form: str, row: str) -> list[Ask]:
         """Groups of requests that begin with the same tokens, shuffled."""
         match = re.fullmatch(r"(\d+)\*(\d+)\+(.+)", form)
         if match is None or not int(match[1]) or not int(match[2]):
@@ -110,12 +114,12 @@ class Workload:
                 "prefix:8*1024+64-256/64"
             )
         groups, length = int(match[1]), int(match[2])
-        prefixes = [self._ids(length, f"prefix {group}") for group in range(groups)]
+        prefixes = [self._ids(length, f"{row}prefix {group}") for group in range(groups)]
         behind = mixed(match[3], self.num_prompts, self.seed)
         order = [number % groups for number in range(self.num_prompts)]
         random.Random(self.seed).shuffle(order)  # noqa: S311 - a workload, no secret
         return [
-            Ask(0.0, self._said([*prefixes[group], *self._ids(one.prompt, f"prompt {number}")]), one.output)
+            Ask(0.0, self._said([*prefixes[group], *self._ids(one.prompt, f"{row}prompt {number}")]), one.output)
             for number, (group, one) in enumerate(zip(order, behind, strict=True))
         ]
 

@@ -1,6 +1,7 @@
 """bench serve: counts and errors against a scripted server, percentiles against known times, workloads and arrivals."""
 
 import asyncio
+import itertools
 import json
 import math
 import sys
@@ -32,6 +33,8 @@ from refimpl.errors import ConfigError, RefimplError
 
 FEW = Workload("8/5", num_prompts=12)
 PLAIN = Pattern(warm_up=0)
+ROWS_AND_WARM_UPS = ((0, 2), (2, 6), (8, 2), (10, 6))
+"""Where the requests of two rows of six begin, each behind a warm-up of two."""
 
 
 def measured(script, workload=FEW, pattern=PLAIN, **target):
@@ -124,6 +127,17 @@ def test_a_warm_up_is_short_and_not_counted():
     row, server, _ = measured(lambda number, body: words(2), Workload("8/50", 5), Pattern(warm_up=3))
     assert row["requests"] == 5
     assert Counter(body["max_tokens"] for body in server.bodies) == {8: 3, 50: 5}
+
+
+@pytest.mark.parametrize("name", ["8/2", "prefix:2*8+4/2"])
+def test_no_row_finds_prefixes_of_another_or_of_a_warm_up_in_a_cache(name):
+    server = Scripted(lambda number, body: words(2))
+    with serving(server.app) as url:
+        run(Target(url), Workload(name, 6), Pattern(rates=(1000, math.inf), warm_up=2))
+    rows = [{tuple(body["prompt"][:8]) for body in server.bodies[at : at + count]} for at, count in ROWS_AND_WARM_UPS]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(rows, 2))
+    lengths = [sorted(len(body["prompt"]) for body in server.bodies[at : at + 6]) for at in (2, 10)]
+    assert lengths[0] == lengths[1]
 
 
 def test_no_more_are_under_way_than_allowed():
