@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 
 import httpx
 from server_support import events, run
@@ -85,3 +86,12 @@ def test_joined_streams_are_whole_replies(server):
     run(all_of_them())
     assert reasons == {"stop", "length"}
     assert multibyte > 50
+
+
+def test_the_first_token_waits_for_no_acknowledgement(server):
+    """By Nagle's algorithm a small packet waits while one before it is unacknowledged, and clients take 40 ms for that."""
+    with server.http.stream("POST", "/v1/completions", json={"prompt": "Hello", "max_tokens": 2, "stream": True}) as answer:
+        accepted = [one.transport.get_extra_info("socket") for one in list(server.runner.server_state.connections)]
+        assert accepted
+        assert all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in accepted)
+        answer.read()
