@@ -1,10 +1,10 @@
 """AWQ: a checkpoint whose layers' matrices are in 4 bits, with scales found on calibration tokens (Lin et al. 2023).
 
 For each layer, in order: look at what its matrices multiply, search the scales of each group of matrices, fold them into
-what comes before (the layer then computes the same as ever), clip ranges, choose levels, pack. The folder is what AutoAWQ
-calls version "gemm", which transformers, vLLM and refimpl read: of each matrix ``qweight`` [in, out / 8] and ``qzeros``
-[in / group, out / 8], eight values in an int32, and ``scales`` [in / group, out] in float16. Embeddings, norms and the
-output head stay in 16 bits.
+what comes before (the layer then computes the same as ever), clip ranges, choose levels and fit steps to them, pack. The
+folder is what AutoAWQ calls version "gemm", which transformers, vLLM and refimpl read: of each matrix ``qweight``
+[in, out / 8] and ``qzeros`` [in / group, out / 8], eight values in an int32, and ``scales`` [in / group, out] in float16.
+Embeddings, norms and the output head stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class AwqOptions:
     clip: bool = True
     """Whether the ranges of groups are searched."""
     refine: bool = True
-    """Whether levels are, which are the nearest ones otherwise; off is AWQ as it was published."""
+    """Whether levels are, which are the nearest ones otherwise, and scales with them; off is AWQ as it was published."""
     prompts: Sequence[Any] | None = field(default=None, repr=False)
     """To calibrate on; None: texts that the model writes itself."""
-    calibration_tokens: int = 16_384
+    calibration_tokens: int = 32_768
     window: int = 512
     """Tokens of one calibration text."""
     seed: int = 0
