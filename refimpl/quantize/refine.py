@@ -26,7 +26,15 @@ FITS = 2
 CHANNELS_AT_ONCE = 64
 """Input channels between which the error's gradient is kept up to date; to the others it is carried in one product."""
 DAMPING = 0.01
-"""Of the mean square of the activations, added to each channel's: few calibration tokens say more than is true."""
+"""Of the mean square of the activations, added to each channel's, however many tokens were seen."""
+
+
+def damping_for(channels: int, tokens: int) -> float:
+    """What is added when H comes of so many tokens: few of them say more of what goes together than is true.
+
+    Errors of levels are driven into the directions in which H is least, which are those of which it knows least.
+    """
+    return DAMPING + channels / tokens
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ def refine(
     gram: Float[Tensor, "C C"],
     sweeps: int = SWEEPS,
     fits: int = FITS,
+    damping: float = DAMPING,
 ) -> Levels:
     """Better values than the nearest ones, and better scales, of the same zero points.
 
@@ -63,10 +72,11 @@ def refine(
         gram: E[x xᵀ] of the inputs.
         sweeps: see :data:`SWEEPS`.
         fits: see :data:`FITS`.
+        damping: see :func:`damping_for`.
 
     """
-    damping = DAMPING * gram.diagonal().mean()
-    gram = gram + torch.diag(damping.expand(len(gram)).clamp(min=1e-12))
+    added = damping * gram.diagonal().mean()
+    gram = gram + torch.diag(added.expand(len(gram)).clamp(min=1e-12))
     descent = _Descent(nearest, weight.dtype)
     descent.start(rounded_in_turn(weight, descent.steps, descent.zeros, gram))
     _sweep(descent, weight, gram, sweeps)

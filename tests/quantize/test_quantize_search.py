@@ -16,7 +16,7 @@ from refimpl.quantize.calibration import calibration_windows
 from refimpl.quantize.feedback import rounded_in_turn
 from refimpl.quantize.groups import Group, fold, groups_of
 from refimpl.quantize.layerwise import LayerByLayer
-from refimpl.quantize.refine import DAMPING, Levels, refine
+from refimpl.quantize.refine import DAMPING, Levels, damping_for, refine
 from refimpl.quantize.search import Statistics, channel_scales, clip, output_error, rounded, search_scales
 from refimpl.quantize.source import Source
 from refimpl.quantize.steps import fitted_scales
@@ -177,6 +177,16 @@ def test_errors_are_mended_as_by_solving_for_the_channels_that_are_left():
         error = wanted[channel] - level * 0.3
         wanted[left] += torch.linalg.solve(gram[left][:, left], gram[left, channel].unsqueeze(1)) * error
     assert torch.equal(rounded_in_turn(weight, steps, zeros, gram).double(), expected)
+
+
+def test_few_tokens_are_believed_less():
+    assert damping_for(64, 10**9) == pytest.approx(DAMPING, rel=1e-4)
+    weight, x = random(48, 64), outlying_inputs(tokens=4096)
+    truth, few = seen(x).scaled(torch.ones(64)), seen(x[:32]).scaled(torch.ones(64))
+    nearest = Levels(*quantise_groups(weight, 32))
+    found = [refine(weight, nearest, few, damping=damping) for damping in (DAMPING, damping_for(64, 32))]
+    errors = [output_error(levels.widened() - weight, truth) for levels in found]
+    assert errors[1] < 0.7 * errors[0]
 
 
 def test_scales_that_were_lost_are_found_again():
