@@ -25,8 +25,9 @@ FITS = 2
 """Times that scales are fitted to the levels."""
 CHANNELS_AT_ONCE = 64
 """Input channels between which the error's gradient is kept up to date; to the others it is carried in one product."""
-DAMPING = 0.01
-"""Of the mean square of the activations, added to each channel's, however many tokens were seen."""
+DAMPING = 0.25
+"""Of the mean square of the activations, added to each channel's, however many tokens were seen: other texts than those go
+otherwise. Found on SmolLM2-135M, calibrated on its own texts and measured on a novel: 0.01 and 1 lose more."""
 
 
 def damping_for(channels: int, tokens: int) -> float:
