@@ -19,7 +19,7 @@ def quantization(
         Path | None, typer.Option(help="A file to predict, in UTF-8. Default: Alice's Adventures in Wonderland.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Of the text; default: all.")] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="How many AWQ is calibrated on.")] = 16_384,
+    calibration_tokens: Annotated[int, typer.Option(help="How many AWQ is calibrated on.")] = 32_768,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, …).")] = "auto",
     dtype: Annotated[str, typer.Option(help="Of activations, and of weights that are not quantised.")] = "float32",
     as_json: AsJson = False,

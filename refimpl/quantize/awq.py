@@ -1,10 +1,10 @@
 """AWQ: a checkpoint whose layers' matrices are in 4 bits, with scales found on calibration tokens (Lin et al. 2023).
 
 For each layer, in order: look at what its matrices multiply, search the scales of each group of matrices, fold them into
-what comes before (the layer then computes the same as ever), clip ranges, choose levels, pack. The folder is what AutoAWQ
-calls version "gemm", which transformers, vLLM and refimpl read: of each matrix ``qweight`` [in, out / 8] and ``qzeros``
-[in / group, out / 8], eight values in an int32, and ``scales`` [in / group, out] in float16. Embeddings, norms and the
-output head stay in 16 bits.
+what comes before (the layer then computes the same as ever), clip ranges, choose levels and fit steps to them, pack. The
+folder is what AutoAWQ calls version "gemm", which transformers, vLLM and refimpl read: of each matrix ``qweight``
+[in, out / 8] and ``qzeros`` [in / group, out / 8], eight values in an int32, and ``scales`` [in / group, out] in float16.
+Embeddings, norms and the output head stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from refimpl.quantization.awq_layout import pack_awq, quantise_groups
 from refimpl.quantize.calibration import calibration_windows
 from refimpl.quantize.groups import NORMS, Group, fold, groups_of
 from refimpl.quantize.layerwise import LayerByLayer
-from refimpl.quantize.refine import Levels, refine
+from refimpl.quantize.refine import Levels, damping_for, refine
 from refimpl.quantize.report import LayerReport, Written, written
 from refimpl.quantize.search import ALPHAS, Statistics, clip, search_scales
 from refimpl.quantize.source import Source
@@ -52,10 +52,10 @@ class AwqOptions:
     clip: bool = True
     """Whether the ranges of groups are searched."""
     refine: bool = True
-    """Whether levels are, which are the nearest ones otherwise; off is AWQ as it was published."""
+    """Whether levels are, which are the nearest ones otherwise, and scales with them; off is AWQ as it was published."""
     prompts: Sequence[Any] | None = field(default=None, repr=False)
     """To calibrate on; None: texts that the model writes itself."""
-    calibration_tokens: int = 16_384
+    calibration_tokens: int = 32_768
     window: int = 512
     """Tokens of one calibration text."""
     seed: int = 0
@@ -168,7 +168,8 @@ def _quantised_layer(
         alphas, shares = [one.alpha for one in chosen], [one.error for one in chosen]
     for group, gram in zip(groups, grams, strict=True):
         for name in group.matrices:
-            levels = _levels(tensors.pop(f"{name}.weight"), gram, group_size, options)
+            tokens = 0 if statistics is None else statistics[0].tokens
+            levels = _levels(tensors.pop(f"{name}.weight"), gram, tokens, group_size, options)
             tensors[f"{name}.qweight"], tensors[f"{name}.qzeros"] = pack_awq(levels.values), pack_awq(levels.zeros)
             tensors[f"{name}.scales"] = levels.scales
     return LayerReport(alphas, shares)
@@ -185,8 +186,10 @@ def representable(
     return torch.where((divided == 0) | ~divided.isfinite(), 1.0, weight / divided)
 
 
-def _levels(weight: Float[Tensor, "O C"], gram: Tensor | None, group_size: int, options: AwqOptions) -> Levels:
-    """A folded matrix in 4 bits; without statistics of its inputs, rounded to nearest."""
+def _levels(weight: Float[Tensor, "O C"], gram: Tensor | None, tokens: int, group_size: int, options: AwqOptions) -> Levels:
+    """A folded matrix in 4 bits; without E[x xᵀ] of its inputs, over so many tokens, rounded to nearest."""
     clipped = clip(weight, gram, group_size) if gram is not None and options.clip else weight
     nearest = Levels(*quantise_groups(clipped, group_size))
-    return refine(weight, nearest, gram) if gram is not None and options.refine else nearest
+    if gram is None or not options.refine:
+        return nearest
+    return refine(weight, nearest, gram, damping=damping_for(len(gram), tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 from refimpl.errors import ConfigError
 from refimpl.llm import LLM
 from refimpl.loading.checkpoint import Checkpoint
-from refimpl.speculate.self_text import SelfWriter
+from refimpl.sampling_params import SamplingParams
+from refimpl.speculate.self_text import SEEDS_APART, SelfWriter
 
-CHATS_AT_ONCE = 32
+TEXTS_AT_ONCE = 32
 BLOCK = 16
 TEMPERATURE = 0.8
 """Of the model's answers."""
+TEXT_TEMPERATURE = 1.0
+"""Of its texts that are no chats."""
 
 
 def calibration_windows(
@@ -33,8 +37,9 @@ def calibration_windows(
 
     Args:
         checkpoint: the model.
-        prompts: texts, or objects with ``prompt`` or ``prompt_token_ids``; None: the model writes chats by itself, as it
-            does to train drafters on (:mod:`refimpl.speculate.self_text`), so that no data set is needed.
+        prompts: texts, or objects with ``prompt`` or ``prompt_token_ids``; None: the model writes by itself, so that no data
+            set is needed: half of the tokens are chats, as drafters are trained on (:mod:`refimpl.speculate.self_text`),
+            and half are texts that go on from a random token.
         tokens: how many to calibrate on; prompts that are more are cut.
         length: of a window.
         seed: of the model's own texts.
@@ -52,8 +57,8 @@ def calibration_windows(
     if len(found) < 2:
         raise ConfigError("the calibration prompts hold no text; give a file with some, or none for the model's own text")
     length = min(length, len(found))
-    count = max(1, min(len(found), tokens) // length)
-    return torch.tensor(found[: count * length]).view(count, length)
+    rows = max(1, min(len(found), tokens) // length)
+    return torch.tensor(found[: rows * length]).view(rows, length)
 
 
 def _of(checkpoint: Checkpoint, prompts: Sequence[Any]) -> list[int]:
@@ -72,13 +77,39 @@ def _of(checkpoint: Checkpoint, prompts: Sequence[Any]) -> list[int]:
 
 
 def _own(checkpoint: Checkpoint, tokens: int, length: int, seed: int, device: str, show_progress: bool) -> list[int]:
-    found: list[int] = []
-    first, chats = 0, min(CHATS_AT_ONCE, -(-tokens // length))
-    blocks = chats * -(-length // BLOCK)
+    """Half of them of chats, and half of texts of any kind."""
+    half = -(-tokens // 2)
+    at_once = min(TEXTS_AT_ONCE, -(-half // length))
+    blocks = at_once * -(-length // BLOCK)
     with LLM(checkpoint, device=device, max_model_len=length, block_size=BLOCK, num_gpu_blocks_override=blocks) as llm:
         writer = SelfWriter(llm, seed, length)
-        while len(found) < tokens:
-            texts = writer.chats(first, chats, lambda number: TEMPERATURE, show_progress)
-            found += texts.token_ids.tolist()
-            first += chats
-    return found
+        chats, texts = list[int](), list[int]()
+        for first in count(0, at_once):
+            if len(chats) >= half:
+                break
+            chats += writer.chats(first, at_once, lambda number: TEMPERATURE, show_progress).token_ids.tolist()
+        for first in count(0, at_once):
+            if len(texts) >= half:
+                break
+            texts += _texts(llm, first, at_once, length, seed, show_progress)
+    return chats[:half] + texts[:half]
+
+
+def _texts(llm: LLM, first: int, number: int, length: int, seed: int, show_progress: bool) -> list[int]:
+    """Texts ``first`` to ``first + number - 1`` of ``length`` tokens each; where one ends, the model begins another.
+
+    Each goes on from a token drawn from the whole vocabulary (as in the data-free distillation of Liu et al. 2023,
+    "LLM-QAT"), so that they are about many things and in many styles, where chats are all alike.
+    """
+    seeds = [seed * SEEDS_APART + first + i for i in range(number)]
+    vocab_size = llm.engine.model_config.vocab_size
+    starts = [torch.randint(vocab_size, (1,), generator=torch.Generator().manual_seed(one)).tolist() for one in seeds]
+    params = [
+        SamplingParams(
+            temperature=TEXT_TEMPERATURE, max_tokens=length - 1, seed=one, ignore_eos=True, detokenize=False,
+            output_kind="final_only",
+        )
+        for one in seeds
+    ]  # fmt: skip
+    outputs = llm.generate(list(starts), params, use_tqdm=show_progress)
+    return [token for start, output in zip(starts, outputs, strict=True) for token in (*start, *output.outputs[0].token_ids)]

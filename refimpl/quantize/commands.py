@@ -50,7 +50,7 @@ def awq(
         Path | None,
         typer.Option(help="Texts to calibrate on: JSON lines, as of generate. Default: texts that the model writes itself."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="How many tokens to calibrate on.")] = 16_384,
+    calibration_tokens: Annotated[int, typer.Option(help="How many tokens to calibrate on.")] = 32_768,
     window: Annotated[int, typer.Option(help="Tokens of one calibration text.")] = 512,
     seed: Annotated[int, typer.Option(help="Of the texts that the model writes.")] = 0,
     device: Device = "auto",

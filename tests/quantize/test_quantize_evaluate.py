@@ -142,7 +142,7 @@ def test_mistakes_on_the_command_line_are_told_in_a_sentence(run, tmp_path):
 
 
 def test_the_benchmark_quantises_and_compares(text):
-    result = run_benchmark("tiny", text, tokens=60, calibration_tokens=64)
+    result = run_benchmark("tiny", text, tokens=60, calibration_tokens=1024)
     assert set(result.results) == {"perplexity", NEAREST, AWQ, FP8}
     assert result.results[FP8]["kl_mean"] < result.results[AWQ]["kl_mean"] < result.results[NEAREST]["kl_mean"]
     assert {check.name for check in result.checks} == {

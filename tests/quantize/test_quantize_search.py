@@ -13,11 +13,13 @@ from refimpl.models.tiny import tiny
 from refimpl.quantization.awq_layout import quantise_groups
 from refimpl.quantize.awq import representable
 from refimpl.quantize.calibration import calibration_windows
+from refimpl.quantize.feedback import rounded_in_turn
 from refimpl.quantize.groups import Group, fold, groups_of
 from refimpl.quantize.layerwise import LayerByLayer
-from refimpl.quantize.refine import DAMPING, Levels, refine
+from refimpl.quantize.refine import DAMPING, Levels, damping_for, refine
 from refimpl.quantize.search import Statistics, channel_scales, clip, output_error, rounded, search_scales
 from refimpl.quantize.source import Source
+from refimpl.quantize.steps import fitted_scales
 
 
 def random(*shape, seed=0):
@@ -142,13 +144,68 @@ def test_clipping_lessens_the_error_of_the_outputs():
 def test_refined_levels_lessen_the_error_further_and_stay_levels():
     weight, gram = random(48, 64), seen(outlying_inputs()).scaled(torch.ones(64))
     nearest = Levels(*quantise_groups(weight, 32))
-    once, thrice = (refine(weight, nearest, gram, sweeps) for sweeps in (1, 3))
-    errors = [output_error(levels.widened() - weight, gram) for levels in (nearest, once, thrice)]
-    assert errors[2] < errors[1] < 0.9 * errors[0]
-    assert thrice.values.dtype == torch.uint8
-    assert int(thrice.values.max()) <= 15
-    assert torch.equal(thrice.zeros, nearest.zeros)
+    once, thrice, fitted = (refine(weight, nearest, gram, sweeps, fits) for sweeps, fits in ((1, 0), (3, 0), (3, 2)))
+    errors = [output_error(levels.widened() - weight, gram) for levels in (nearest, once, thrice, fitted)]
+    assert errors[3] < errors[2] < errors[1] < 0.9 * errors[0]
+    for levels in (thrice, fitted):
+        assert levels.values.dtype == torch.uint8
+        assert int(levels.values.max()) <= 15
+        assert torch.equal(levels.zeros, nearest.zeros)
+        assert levels.scales.dtype == torch.float16
     assert torch.equal(thrice.scales, nearest.scales)
+
+
+def test_rounding_in_turn_mends_what_was_rounded_before():
+    weight, gram = random(48, 64), seen(outlying_inputs()).scaled(torch.ones(64))
+    nearest = Levels(*quantise_groups(weight, 32))
+    steps, zeros = (x.float().repeat_interleave(32, 0) for x in (nearest.scales, nearest.zeros))
+    alone = rounded_in_turn(weight, steps, zeros, torch.eye(64))
+    assert torch.equal(alone, nearest.values), "what goes together with nothing is not mended"
+    found = Levels(rounded_in_turn(weight, steps, zeros, gram), nearest.zeros, nearest.scales)
+    errors = [output_error(levels.widened() - weight, gram) for levels in (nearest, found)]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_errors_are_mended_as_by_solving_for_the_channels_that_are_left():
+    weight, gram = random(5, 80), seen(outlying_inputs(80, seed=7)).scaled(torch.ones(80)).double()
+    weight, steps, zeros = weight.double(), torch.full((80, 5), 0.3).double(), torch.full((80, 5), 8.0).double()
+    left, wanted, expected = gram.diagonal().argsort(descending=True), weight.T.clone(), torch.empty(80, 5).double()
+    while len(left):
+        channel, left = left[0], left[1:]
+        level = (wanted[channel] / 0.3).round().clamp(-8, 7)
+        expected[channel] = level + 8
+        error = wanted[channel] - level * 0.3
+        wanted[left] += torch.linalg.solve(gram[left][:, left], gram[left, channel].unsqueeze(1)) * error
+    assert torch.equal(rounded_in_turn(weight, steps, zeros, gram).double(), expected)
+
+
+def test_few_tokens_are_believed_less():
+    assert damping_for(64, 10**9) == pytest.approx(DAMPING, rel=1e-4)
+    weight, x = random(48, 64), outlying_inputs(tokens=4096)
+    truth, few = seen(x).scaled(torch.ones(64)), seen(x[:32]).scaled(torch.ones(64))
+    nearest = Levels(*quantise_groups(weight, 32))
+    found = [refine(weight, nearest, few, damping=damping) for damping in (0.01, damping_for(64, 32))]
+    errors = [output_error(levels.widened() - weight, truth) for levels in found]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_scales_that_were_lost_are_found_again():
+    weight, gram = random(48, 64), seen(outlying_inputs()).scaled(torch.ones(64))
+    true = Levels(*quantise_groups(weight, 32))
+    signed = true.values.float() - true.zeros.float().repeat_interleave(32, 0)
+    found = fitted_scales(true.widened(), signed, true.scales * 1.25, gram)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found, true.scales, rtol=2e-3, atol=0)
+
+
+def test_a_group_of_zeros_keeps_its_scale():
+    weight = random(8, 64)
+    weight[2, :32] = 0
+    levels = Levels(*quantise_groups(weight, 32))
+    signed = levels.values.float() - levels.zeros.float().repeat_interleave(32, 0)
+    found = fitted_scales(weight, signed, levels.scales, torch.eye(64))
+    assert found.isfinite().all()
+    assert found[0, 2] == levels.scales[0, 2]
 
 
 def test_refined_levels_are_where_no_single_weight_can_gain():
@@ -167,7 +224,7 @@ def test_refined_levels_are_where_no_single_weight_can_gain():
 def test_channels_that_do_not_go_together_stay_at_the_nearest_level():
     weight = random(8, 64)
     nearest = Levels(*quantise_groups(weight, 32))
-    assert torch.equal(refine(weight, nearest, torch.eye(64)).values, nearest.values)
+    assert torch.equal(refine(weight, nearest, torch.eye(64), fits=0).values, nearest.values)
 
 
 def test_nothing_to_gain_leaves_the_weights_alone():
@@ -202,6 +259,14 @@ def test_the_model_writes_what_it_is_calibrated_on():
     assert windows.shape == (2, 32)
     assert torch.equal(windows, calibration_windows(tiny(), None, 80, 32, seed=3))
     assert not torch.equal(windows, calibration_windows(tiny(), None, 80, 32, seed=4))
+
+
+def test_half_of_what_it_writes_are_chats_and_half_begin_anywhere():
+    windows = calibration_windows(tiny(), None, 256, 32, seed=3)
+    half = windows.flatten()[128:].view(4, 32)
+    assert len({row[0].item() for row in half}) > 1, "each begins with a token of its own"
+    more = calibration_windows(tiny(), None, 512, 32, seed=3)
+    assert torch.equal(more.flatten()[256:384], half.flatten()), "texts are the same however many are written"
 
 
 def test_prompts_are_cut_into_windows():
