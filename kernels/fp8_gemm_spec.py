@@ -19,7 +19,7 @@ of FP8 numbers up with few digits."""
 
 
 def complain(case: Case, got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What is wrong with a product: its error as a whole, or an output that is far off for its own size and a usual one's."""
+    """What is wrong with a product: its error as a whole, or an output that is far off for its size and a usual one's."""
     off, size = got["result"].double() - expected["result"], expected["result"].norm()
     if not off.numel():
         return []

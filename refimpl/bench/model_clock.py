@@ -52,8 +52,8 @@ def models_timed(runner: ModelRunner) -> Iterator[ModelClock]:
     """Within the block, checks and steps of the target, drafts of a draft model, and both output heads are timed."""
     clock = ModelClock(runner.input_batch.device)
     owners: list[tuple[Any, str]] = [(runner, "_hidden"), (runner.model, "compute_logits")]
-    if runner.graphs is not None:
-        owners.append((runner.graphs, "replay_several"))
+    if runner.check_graphs is not None:
+        owners.append((runner.check_graphs, "replay"))
     proposer = runner.speculation.proposer if runner.speculation is not None else None
     if isinstance(proposer, DraftModelProposer):
         owners += [(proposer, "_forward"), (proposer.model, "compute_logits")]

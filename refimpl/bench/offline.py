@@ -34,11 +34,10 @@ from refimpl.errors import ConfigError
 SEED = 20240611
 WORKLOADS = ("decode-1", "decode-64", "mixed-128", "mixed-512")
 LOWEST_ID, HIGHEST_ID = 1_000, 100_000
-VLLM_ON_H200 = {"decode-1": 204.0, "decode-64": 6635.0, "mixed-128": 6716.0, "mixed-512": 9276.0}
-"""Output tokens a second of vLLM 0.23.0 for the same requests, Llama-3-8B's shape in bfloat16 on one H200, its defaults
-(FlashAttention-3, torch.compile, CUDA graphs, 16,384 batched tokens, 1,024 sequences); measured on 2026-11-29."""
-LEAST_SHARE = 0.8
-"""Of vLLM's figure."""
+BF16_ON_H200 = {"llama-3-8b": {"decode-1": 220.0, "decode-64": 6680.0, "mixed-128": 6720.0, "mixed-512": 9280.0}}
+"""Output tokens a second that weights in bfloat16 must bring on one H200, by shape. vLLM 0.23.0 has 204, 6,678, 6,716 and
+9,276 by its defaults (FlashAttention-3, torch.compile, CUDA graphs, 16,384 batched tokens, 1,024 sequences; measured on
+2026-11-29); reading the weights alone would allow 305 of a single request."""
 FP8_ON_H200 = {
     "llama-3-8b": {"decode-1": 311.0, "decode-64": 8890.0, "mixed-512": 11_630.0},
     "llama-3-70b": {"decode-1": 52.0, "decode-64": 1445.0, "mixed-128": 1413.0},
@@ -175,8 +174,5 @@ def checks_of(model_config: str, quantization: str | None, results: dict[str, An
 
 def bounds_of(model_config: str, quantization: str | None) -> dict[str, float]:
     """The least output tokens a second on one H200, by workload; none for what nobody else was measured with."""
-    if quantization in ("fp8", "awq"):
-        return {"fp8": FP8_ON_H200, "awq": AWQ_ON_H200}[quantization].get(model_config, {})
-    if quantization is None and model_config == "llama-3-8b":
-        return {name: LEAST_SHARE * figure for name, figure in VLLM_ON_H200.items()}
-    return {}
+    by_method = {None: BF16_ON_H200, "fp8": FP8_ON_H200, "awq": AWQ_ON_H200}
+    return by_method.get(quantization, {}).get(model_config, {})
