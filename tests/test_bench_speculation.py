@@ -3,9 +3,11 @@
 import pytest
 
 from refimpl.bench import report, rounds, speculation
+from refimpl.bench.model_clock import models_timed
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
 from refimpl.errors import ConfigError
+from refimpl.executor.check_graphs import CheckGraphs
 from refimpl.loading.hf_config import write_config
 from refimpl.models.tiny import tiny
 from refimpl.speculative.law import speedup
@@ -51,6 +53,17 @@ def test_what_a_request_drafts_can_be_counted_and_the_length_is_put_back(engine)
     assert answered.counted.accepted == answered.counted.drafted
     assert (answered.counted.rounds, answered.counted.rows) == (6, 7), "3 tokens each, and the last token needs no draft"
     assert rounds.answer(engine, REQUESTS[:1], 1, None).counted is None
+
+
+def test_the_clock_times_the_models_calls_and_recorded_checks_too(engine, monkeypatch):
+    runner = rounds.runner_of(engine)
+    monkeypatch.setattr(runner, "check_graphs", object.__new__(CheckGraphs))  # as a GPU has them
+    with models_timed(runner) as clock:
+        assert set(vars(runner.check_graphs)) == {"replay"}
+        assert clock.seconds() == 0
+        rounds.answer(engine, REQUESTS[:1], 1, None)
+        assert clock.seconds() > 0
+    assert not vars(runner.check_graphs)
 
 
 @pytest.fixture
