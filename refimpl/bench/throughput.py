@@ -39,7 +39,7 @@ BOUNDS: dict[tuple[str, str], dict[str, float]] = {
         "decode_b8_vllm": 1.1,
     },
     ("float32", "AVX2"): {"decode_b1": 1.05, "decode_b8": 1.1, "mixed_32": 2.0},
-    ("bfloat16", "AVX512"): {"decode_b1": 1.3, "decode_b8": 1.35, "mixed_32": 2.0},
+    ("bfloat16", "AVX512"): {"decode_b1": 1.3, "decode_b8": 1.3, "mixed_32": 2.0},
     ("float32", "AVX512"): {"decode_b1": 1.05, "decode_b8": 1.1, "mixed_32": 2.0},
 }
 """What a ratio must be at least, by dtype and what the CPU multiplies with.

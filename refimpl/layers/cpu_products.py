@@ -7,9 +7,9 @@ has, and by how far a product reaches the bandwidth.
   in float16 and multiplies in float32. float16 holds every bfloat16 number from 2⁻¹⁴ to 65,504 in magnitude as it is; a
   smaller one is rounded by less than 2⁻²⁵. A larger one leaves its matrix as it is.
 - Other weights: oneDNN's own packed layout, read in the order in which the product wants it: up to twice as fast as a plain
-  one for several tokens. A single token of float32, with AVX-512 up to eight, it multiplies at less than the bandwidth; a
-  small model's weights are kept twice then, for those ``Wᵀ`` where the output is the longer side (the product adds up whole
-  rows of it), else ``W`` as it is (a sum over a whole row for each output).
+  one for several tokens. A single token of float32 it multiplies at less than the bandwidth; a small model's weights are kept
+  twice then, for that one ``Wᵀ`` where the output is the longer side (the product adds up whole rows of it), else ``W`` as it
+  is (a sum over a whole row for each output).
 """
 
 from __future__ import annotations
@@ -76,31 +76,31 @@ class ByOneDNN:
         return weight.dtype in (torch.float32, torch.bfloat16) and runs(ByOneDNN, weight.dtype)
 
 
-class FewTokensApart:
-    """Up to ``few`` tokens by a plain layout beside the packed one."""
+class OneTokenApart:
+    """One token by a plain layout beside the packed one."""
 
-    def __init__(self, weight: Float[Tensor, "out_features in_features"], few: int) -> None:
+    def __init__(self, weight: Float[Tensor, "out_features in_features"]) -> None:
         out_features, in_features = weight.shape
-        self.dtype, self.few = weight.dtype, few
+        self.dtype = weight.dtype
         self._transposed = weight.t().contiguous() if out_features >= in_features else weight.t()
         self._several = ByOneDNN(weight)
 
     def __call__(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T out_features"]:
         """The product."""
-        return x.to(self.dtype) @ self._transposed if len(x) <= self.few else self._several(x)
+        return x.to(self.dtype) @ self._transposed if len(x) == 1 else self._several(x)
 
 
 def fastest_product(weight: Float[Tensor, "out_features in_features"], twice: bool) -> Product | None:
     """The layout that this CPU multiplies fastest by; None where that is the plain one.
 
-    ``twice`` allows a layout for several tokens and another one for few.
+    ``twice`` allows a layout for several tokens and another one for a single one.
     """
     if weight.device.type != "cpu":
         return None
     if ByOneDNN.serves(weight):
         if not twice or weight.dtype != torch.float32:
             return ByOneDNN(weight)
-        return FewTokensApart(weight, few=1 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 8)
+        return OneTokenApart(weight)
     return ByFbgemm(weight) if ByFbgemm.serves(weight) else None
 
 
