@@ -7,9 +7,9 @@ has, and by how far a product reaches the bandwidth.
   in float16 and multiplies in float32. float16 holds every bfloat16 number from 2⁻¹⁴ to 65,504 in magnitude as it is; a
   smaller one is rounded by less than 2⁻²⁵. A larger one leaves its matrix as it is.
 - Other weights: oneDNN's own packed layout, read in the order in which the product wants it: up to twice as fast as a plain
-  one for several tokens. A single token of float32 it multiplies at less than the bandwidth; a small model's weights are kept
-  twice then, for that one ``Wᵀ`` where the output is the longer side (the product adds up whole rows of it), else ``W`` as it
-  is (a sum over a whole row for each output).
+  one for several tokens. A single token of float32 it multiplies at less than the bandwidth; a small model's weights are
+  kept twice then, for that one ``Wᵀ`` where the output is the longer side (the product adds up whole rows of it), else ``W``
+  as it is (a sum over a whole row for each output).
 """
 
 from __future__ import annotations
