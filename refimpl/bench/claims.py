@@ -235,7 +235,7 @@ def _through_block_tables(r: dict[str, Any]) -> tuple[str, str]:
     decode = {"S": 64, "n": 1, "L": 4096, "Hq": 32, "Hkv": 8, "D": 128, "B": 16}
     [row] = [row for row in r["kernels"] if row["kernel"] == "paged_attention" and row["shape"] == decode]
     return (
-        f"64 contexts of 4,096 tokens, blocks of 16 in random order: {row['microseconds']:.0f} µs, {row['share']:.0%} of what "
+        f"64 contexts of 4,096 tokens, blocks of 16 shuffled: {row['microseconds']:.0f} µs, {row['share']:.0%} of what "
         f"the memory allows; {r['peer']} takes {row['peer_microseconds']:.0f} µs",
         _verdict(row["share"] >= 0.9, "the block table hardly shows: 4 bytes of it lead to 65,536 of keys and values"),
     )
