@@ -77,6 +77,15 @@ def test_every_kept_result_has_its_form_and_passes_its_checks():
         assert {"hardware", "versions", "date", "command", "model_hash", "workload_hash"} <= set(result["setting"])
         assert result["checks"]
         assert all(check["ok"] for check in result["checks"])
+        assert not [text for text in strings_of(result) if text.startswith(("/root/", "/home/", "/tmp/")) or " /tmp/" in text]
+
+
+def strings_of(value):
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return [text for one in value for text in strings_of(one)]
+    return [value] if isinstance(value, str) else []
 
 
 def test_recompute_counts_what_the_formula_says_and_draws_the_same_tokens():

