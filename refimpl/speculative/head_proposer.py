@@ -31,10 +31,10 @@ class HeadProposer(Proposer):
         max_num_seqs: int,
     ) -> None:
         self._head, self._target, self._layers, self._backend = head, target, layers, backend
-        weight = head.embed_tokens
         self._known = np.zeros(max_num_seqs, dtype=bool)
         """Slots whose state is that of the sequence in it."""
-        self._states = torch.zeros(max_num_seqs, head.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        shape, device = (max_num_seqs, head.config.hidden_size), head.embed_tokens.device
+        self._states = torch.zeros(shape, dtype=target.activations, device=device)
 
     def propose(self, rows: DraftRows) -> Drafts:
         """``K`` steps of the head, each from the state that the one before it left."""

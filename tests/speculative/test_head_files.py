@@ -121,6 +121,21 @@ def test_its_weights_are_counted_before_loading_and_in_the_report(folder, monkey
     assert caught.value.numbers["needed"] == alone + 4 * head.config.num_held(1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_it_drafts_in_every_dtype_and_changes_no_token(folder, dtype):
+    drafts = {"method": "head", "model": str(folder), "num_speculative_tokens": 2, "adaptive": False}
+    found = []
+    for speculative in (None, drafts):
+        with LLM(tiny(), dtype=dtype, speculative_config=speculative, max_model_len=64, num_gpu_blocks_override=16) as llm:
+            params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+            [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+            assert output.outputs[0].finish_reason == "length", output.outputs[0].stop_reason
+            found.append(output.outputs[0].token_ids)
+            drafted = sum(len(row) for record in llm.engine.events.records for row in record.drafts)
+    assert found[0] == found[1]
+    assert drafted
+
+
 def test_a_head_that_is_not_there_is_told_before_the_target_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("refimpl.executor.local.load_model", lambda *_: pytest.fail("loaded"))
     with pytest.raises(CheckpointError, match="refimpl speculate train"):
