@@ -97,7 +97,9 @@ def row(**more):
 
 
 def test_checks_are_of_whole_lengths_on_the_hardware_that_they_were_made_for():
-    measured = {"same-tokens-tp8": {"differing": 0, "tokens": 96}, "tp8-fp8-decode-64": row()}
+    same_tokens = {f"same-tokens-tp{n}": {"differing": 0, "tokens": 96} for n in (1, 8)}
+    measured = same_tokens | {"tp8-fp8-decode-64": row()}
+    assert scaling.checks_of({"same-tokens-tp1": same_tokens["same-tokens-tp1"]}, "cpu", 1) == [], "nothing was compared"
     [same] = scaling.checks_of(measured, "cpu", 1)
     assert (same.name, same.ok) == ("tokens_differing_by_ranks", True)
     assert len(scaling.checks_of(measured, "NVIDIA H200", 0.5)) == 1

@@ -191,6 +191,9 @@ def scaling(
     draft: Annotated[str, typer.Option(help="The shape of the draft model: a name, or a folder.")] = "llama-3-8b",
     repeats: Annotated[int, typer.Option(help="Times that a workload is answered; before, some of it with few tokens.")] = 2,
     scale: Annotated[float, typer.Option(help="Shrink all lengths by this, for a quick look.")] = 1.0,
+    same_tokens: Annotated[
+        bool, typer.Option(help="First compare the greedy tokens of a small model over the ranks.")
+    ] = True,
     max_minutes: MaxMinutes = None,
     as_json: AsJson = False,
     save: Save = None,
@@ -205,7 +208,7 @@ def scaling(
     except ValueError as error:
         raise ConfigError(f"ranks is {ranks!r}; give whole numbers by commas, such as 1,2,4,8") from error
     workloads = rows.split(",") if rows else WORKLOADS
-    asked = Asked(numbers, quantizations.split(","), workloads, variants.split(","), draft, repeats, scale)
+    asked = Asked(numbers, quantizations.split(","), workloads, variants.split(","), draft, repeats, scale, same_tokens)
     report_result(run(engine_options, model_config, asked, max_minutes), as_json, save)
 
 

@@ -144,7 +144,7 @@ class _Measuring:
         heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
         sizes = SHRUNKEN | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": 12 * heads}
         dtype = "float32" if resolve_device(device).type == "cuda" else "float64"
-        options = {"max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 256, "num_gpu_blocks_override": 64}
         own = {"model": tiny(**sizes), "dtype": dtype, "device": device, "tensor_parallel_size": ranks}
         engine = Engine(EngineArgs.from_options(options | own))
         try:
