@@ -268,7 +268,7 @@ def test_a_quantised_shape_is_kept_apart_and_held_against_its_own_bounds(monkeyp
 
 @pytest.mark.parametrize("name", ["decode", "decode-0", "decode-x", "mixed-", "burst-4"])
 def test_offline_refuses_other_workloads(name):
-    with pytest.raises(ConfigError, match=f"workload is '{name}'; it must be decode-N or mixed-N"):
+    with pytest.raises(ConfigError, match=f"workload is '{name}'; it must be decode-N, mixed-N or saturated-N"):
         offline.requests_of(name)
 
 

@@ -128,7 +128,9 @@ def throughput(
     ] = None,
     rows: Annotated[
         str | None,
-        typer.Option(help="Which, by commas: decode_b1, decode_b8, mixed_32; of a shape decode-N and mixed-N requests."),
+        typer.Option(
+            help="Which, by commas: decode_b1, decode_b8, mixed_32; of a shape decode-N, mixed-N and saturated-N requests."
+        ),
     ] = None,
     repeats: Repeats = 5,
     dtypes: Annotated[

@@ -17,6 +17,12 @@ from refimpl.errors import ConfigError
 if TYPE_CHECKING:
     from refimpl.bench.result import Result
 
+OF_SCALING = (
+    "model", "load_format", "quantization", "tensor_parallel_size", "all_reduce", "enforce_eager", "speculative_config",
+    "enable_prefix_caching", "event_log_size",
+)  # fmt: skip
+"""Engine options that ``refimpl bench scaling`` has in its own hands."""
+
 
 @bench.command()
 def kernels(
@@ -160,6 +166,50 @@ def all_reduce(
     except ValueError as error:
         raise ConfigError(f"tokens is {tokens!r}; give whole numbers by commas, such as 1,8,64") from error
     report_result(run(ranks, rows, hidden_size, count), as_json, save)
+
+
+@bench.command()
+@partial(with_engine_options, but=OF_SCALING)
+def scaling(
+    *,
+    model_config: Annotated[str, typer.Option(help="The shape: llama-3-8b, llama-3-70b, or a folder.")] = "llama-3-70b",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of GPUs, by commas; without any, of processes of the CPU.")
+    ] = "1,2,4,8",
+    quantizations: Annotated[str, typer.Option(help="Of the weights, by commas.")] = "none,fp8,awq",
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="Workloads, by commas: decode-N, mixed-N and saturated-N (1,000 tokens in and out) requests. Default: "
+            "decode-1,decode-16,decode-64,decode-192,mixed-128,mixed-512,saturated-512."
+        ),
+    ] = None,
+    variants: Annotated[
+        str,
+        typer.Option(help="How, by commas. All but default are measured by some decodes, draft on the most ranks alone."),
+    ] = "default,eager,one_shot,two_shot,draft",
+    draft: Annotated[str, typer.Option(help="The shape of the draft model: a name, or a folder.")] = "llama-3-8b",
+    repeats: Annotated[int, typer.Option(help="Times that a workload is answered; before, some of it with few tokens.")] = 2,
+    scale: Annotated[float, typer.Option(help="Shrink all lengths by this, for a quick look.")] = 1.0,
+    same_tokens: Annotated[
+        bool, typer.Option(help="First compare the greedy tokens of a small model over the ranks.")
+    ] = True,
+    max_minutes: MaxMinutes = None,
+    as_json: AsJson = False,
+    save: Save = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """A shape on several numbers of GPUs: efficiency, weights' read floor, sums, CUDA graphs, drafts, the simulator."""
+    from refimpl.bench.result import report_result
+    from refimpl.bench.scaling import WORKLOADS, Asked, run
+
+    try:
+        numbers = [int(number) for number in ranks.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"ranks is {ranks!r}; give whole numbers by commas, such as 1,2,4,8") from error
+    workloads = rows.split(",") if rows else WORKLOADS
+    asked = Asked(numbers, quantizations.split(","), workloads, variants.split(","), draft, repeats, scale, same_tokens)
+    report_result(run(engine_options, model_config, asked, max_minutes), as_json, save)
 
 
 @bench.command()

@@ -4,10 +4,11 @@ For GPUs, where a model's weights need not be at hand to know how fast it runs. 
 is ignored, no two prompts begin alike, and no prefix is cached. Times include the engine's whole Python side, but no text.
 ``refimpl bench throughput --model-config NAME`` runs it; with ``--quantization fp8`` or ``awq`` by weights of 8 or 4 bits.
 
-========== =================================================================================
-decode-N   N requests, 512 tokens in, 256 out
-mixed-N    N requests of 64 to 1,024 tokens in, 16 to 512 out
-========== =================================================================================
+=========== ================================================================================
+decode-N    N requests, 512 tokens in, 256 out
+mixed-N     N requests of 64 to 1,024 tokens in, 16 to 512 out
+saturated-N N requests, 1,000 tokens in, 1,000 out: as many as a deployment can hold, and more
+=========== ================================================================================
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from refimpl.errors import ConfigError
 
 SEED = 20240611
 WORKLOADS = ("decode-1", "decode-64", "mixed-128", "mixed-512")
+LENGTHS = {"decode": (512, 256), "saturated": (1_000, 1_000)}
+"""Tokens in and out of each request, where all have the same."""
 LOWEST_ID, HIGHEST_ID = 1_000, 100_000
 BF16_ON_H200 = {"llama-3-8b": {"decode-1": 220.0, "decode-64": 6680.0, "mixed-128": 6720.0, "mixed-512": 9280.0}}
 """Output tokens a second that weights in bfloat16 must bring on one H200, by shape. vLLM 0.23.0 has 204, 6,678, 6,716 and
@@ -53,13 +56,15 @@ def requests_of(name: str, scale: float = 1.0) -> Requests:
     """The requests of a workload, the same in every run; ``scale`` shrinks their lengths.
 
     Raises:
-        ConfigError: it is not decode-N or mixed-N.
+        ConfigError: it is not decode-N, mixed-N or saturated-N.
 
     """
     kind, _, count = name.partition("-")
-    if kind not in ("decode", "mixed") or not count.isdecimal() or not int(count):
-        raise ConfigError(f"workload is {name!r}; it must be decode-N or mixed-N with a number of requests, as decode-64")
-    requests = [_request(index, kind == "mixed") for index in range(int(count))]
+    if kind not in ("mixed", *LENGTHS) or not count.isdecimal() or not int(count):
+        raise ConfigError(
+            f"workload is {name!r}; it must be decode-N, mixed-N or saturated-N with a number of requests, as decode-64"
+        )
+    requests = [_request(index, LENGTHS.get(kind)) for index in range(int(count))]
     return [(prompt[: max(1, round(len(prompt) * scale))], max(1, round(output * scale))) for prompt, output in requests]
 
 
@@ -68,10 +73,10 @@ def within_vocabulary(requests: Requests, vocab_size: int) -> Requests:
     return [([token_id % vocab_size for token_id in prompt], output) for prompt, output in requests]
 
 
-def _request(index: int, mixed: bool) -> tuple[list[int], int]:
+def _request(index: int, lengths: tuple[int, int] | None) -> tuple[list[int], int]:
     drawn = random.Random(SEED * 1_000_003 + index)  # noqa: S311 - a workload, no secret
-    lengths = drawn.randint(64, 1024), drawn.randint(16, 512)
-    prompt, output = lengths if mixed else (512, 256)
+    mixed = drawn.randint(64, 1024), drawn.randint(16, 512)
+    prompt, output = lengths or mixed
     return [drawn.randint(LOWEST_ID, HIGHEST_ID) for _ in range(prompt)], output
 
 

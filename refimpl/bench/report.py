@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from refimpl.bench.report_quantization import quantization_table
+from refimpl.bench.report_scaling import scaling_table
 from refimpl.bench.report_serving import idle_table, serve_sim_table, serve_table, startup_table
 from refimpl.bench.report_speculation import speculation_table
 from refimpl.errors import RefimplError
@@ -311,6 +312,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "offline": _offline,
     "speculation": lambda result: speculation_table(result) + caption(result),
     "speculation_shape": lambda result: speculation_table(result) + caption(result),
+    "scaling": lambda result: scaling_table(result) + caption(result),
     "quantization": lambda result: quantization_table(result) + caption(result),
     "serve": lambda result: serve_table(result) + caption(result),
     "serve_sim": lambda result: serve_sim_table(result) + caption(result),

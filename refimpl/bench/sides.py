@@ -9,7 +9,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -32,6 +33,8 @@ class Run:
     total: float
     token_ids: list[list[int]]
     """In the order of the requests."""
+    steps: list[float] = field(default_factory=list)
+    """Of our engine: from the end of each step to the end of the next one."""
 
     @property
     def decode_rate(self) -> float:
@@ -95,13 +98,16 @@ def serve(engine: Engine, requests: Requests, detokenize: bool = True, temperatu
             temperature=temperature, max_tokens=output, ignore_eos=True, detokenize=detokenize, output_kind="final_only"
         )
         engine.add_request(str(number), prompt, params)
+    ends = []
     while engine.has_unfinished_requests():
         outputs = engine.step()
+        ends.append(time.perf_counter() - started)
         if first is None and not len(engine.scheduler.waiting):
-            first = time.perf_counter() - started
+            first = ends[-1]
         answers |= {output.request_id: output.outputs[0].token_ids for output in outputs}
     total = time.perf_counter() - started
-    return Run(first or total, total, [answers[str(number)] for number in range(len(requests))])
+    steps = [after - before for before, after in pairwise(ends)]
+    return Run(first or total, total, [answers[str(number)] for number in range(len(requests))], steps)
 
 
 def in_turn(

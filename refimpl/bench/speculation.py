@@ -183,7 +183,7 @@ def _of_a_shape(
     }
     with measured.kept_when_interrupted():
         for draft in [draft for draft in DRAFTS if any(name.endswith(draft) for name in names)]:
-            engine = Engine(EngineArgs.from_options(engine_options | fixed | _drafting(draft, acceptance)))
+            engine = Engine(EngineArgs.from_options(engine_options | fixed | drafting(DRAFTS[draft], acceptance)))
             try:
                 if f"draft_{draft}" in names:
                     row = partial(_alone, engine, alone, acceptance, repeats)
@@ -210,8 +210,9 @@ def _of_a_shape(
     )
 
 
-def _drafting(draft: str, acceptance: float) -> dict[str, Any]:
-    model = ShapeCheckpoint(DRAFTS[draft], find_model(DRAFTS[draft]))
+def drafting(draft: str, acceptance: float) -> dict[str, Any]:
+    """Engine options of a draft model of a shape, whose drafts are accepted by chance."""
+    model = ShapeCheckpoint(draft, find_model(draft))
     config = {"method": "draft_model", "model": model, "num_speculative_tokens": MOST_DRAFTS}
     return {"speculative_config": config | {"synthetic_acceptance": acceptance}}
 
