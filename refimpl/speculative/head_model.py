@@ -247,5 +247,5 @@ def _rows_of(target: LlamaForCausalLM, vocabulary: Int[Tensor, "Vd"]) -> Linear:
         return rows
     for units in torch.eye(H, dtype=embedding.dtype, device=embedding.device).split(64):
         columns = units.argmax(1)
-        rows.weight.data[:, columns] = target.vocabulary.whole(target.lm_head(units))[:, ids].t()
+        rows.weight.data[:, columns] = target.vocabulary.whole(target.lm_head(units))[:, ids].t().to(rows.weight.dtype)
     return rows
