@@ -105,7 +105,9 @@ class PagedContext:
     def attend(self, layer: int, query: Float[Tensor, "S Hq D"], positions: Int[Tensor, "S"]) -> Float[Tensor, "S Hq D"]:
         """Over the tokens of each sequence that the target has computed."""
         turned, window = rotate(query, self._target.rotary(positions)), self._target.config.window(layer)
-        return self._attention.attend(self._kv_cache[layer], turned, *(() if window is None else (window,)))
+        layer_kv = self._kv_cache[layer]
+        # A CPU may multiply weights of 16 bits in float32; keys are compared in the cache's dtype.
+        return self._attention.attend(layer_kv, turned.to(layer_kv.k.dtype), *(() if window is None else (window,)))
 
 
 class HeadBlock(nn.Module):
