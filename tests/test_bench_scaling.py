@@ -165,7 +165,18 @@ def test_one_and_two_ranks_of_a_tiny_shape(tmp_path):
     write_config(tiny(num_attention_heads=8, num_key_value_heads=4, vocab_size=300).config, shape)
     asked = ["scaling", "--model-config", str(shape), "--ranks", "1,2,3", "--quantizations", "none", "--json"]
     small = ["--rows", "decode-1,saturated-2", "--scale", "0.02", "--repeats", "1", "--dtype", "float32"]
-    small += ["--max-model-len", "256", "--num-gpu-blocks-override", "64", "--variants", "default", "--save", str(tmp_path), "--max-num-seqs", "8"]
+    small += [
+        "--max-model-len",
+        "256",
+        "--num-gpu-blocks-override",
+        "64",
+        "--variants",
+        "default",
+        "--save",
+        str(tmp_path),
+        "--max-num-seqs",
+        "8",
+    ]
     found = CliRunner().invoke(bench, [*asked, *small])
     assert found.exit_code == 0, found.output
     result = json.loads(found.stdout)

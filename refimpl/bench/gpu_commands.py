@@ -201,7 +201,8 @@ def scaling(
 ) -> None:
     """A shape on several numbers of GPUs: efficiency, weights' read floor, sums, CUDA graphs, drafts, the simulator."""
     from refimpl.bench.result import report_result
-    from refimpl.bench.scaling import WORKLOADS, Asked, run
+    from refimpl.bench.scaling import Asked, run
+    from refimpl.bench.scaling_plan import WORKLOADS
 
     try:
         numbers = [int(number) for number in ranks.split(",")]

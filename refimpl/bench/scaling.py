@@ -52,6 +52,7 @@ from refimpl.bench.scaling_process import MeasuringProcess
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.errors import ConfigError, RankFailedError, RefimplError
 from refimpl.loading.dummy import ShapeCheckpoint
+from refimpl.parallel.symmetric import WAYS
 from refimpl.simulate.models import find_model
 
 SIZES = {"max_num_seqs": 512, "max_num_batched_tokens": 16_384, "max_model_len": 2_048}
@@ -257,7 +258,7 @@ class _Scaling:
             "tensor_parallel_size": row.ranks,
             "quantization": None if row.method == "none" else row.method,
             "enforce_eager": row.variant == "eager",
-            "all_reduce": row.variant if row.variant in all_reduce.WAYS else "auto",
+            "all_reduce": row.variant if row.variant in WAYS else "auto",
         }
         if row.variant == DRAFT:  # what checks cost is measured at the start, up to this many rows
             most = max(batch_of(workload) or 1 for workload in VARIANTS[DRAFT] or ())
@@ -288,7 +289,7 @@ class _Scaling:
             found["over_default"] = rate / plain["output_tokens_per_second"]
         sums, batch = measured.get(f"all-reduce-tp{row.ranks}"), batch_of(row.workload)
         if sums and batch and row.variant != DRAFT:
-            way = row.variant if row.variant in all_reduce.WAYS else next(iter(sums["ways"]))
+            way = row.variant if row.variant in WAYS else next(iter(sums["ways"]))
             found["all_reduce_seconds"] = sums["sums"] * 1e-6 * sums["ways"][way][str(batch)]["microseconds"]
         if predicted is not None:
             found |= {"predicted": predicted, "over_predicted": rate / predicted["output_tokens_per_second"]}
