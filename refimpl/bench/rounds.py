@@ -7,6 +7,8 @@ measured, so that a round that costs more than it should shows.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +133,7 @@ def climb(
     most: int = 0,
     plain: Engine | None = None,
     temperature: float = 0.0,
+    seconds: float = math.inf,
 ) -> dict[str, Any]:
     """Figures of each number of drafts, and of the one that adapts.
 
@@ -143,6 +146,7 @@ def climb(
         most: drafts where the number adapts, if that is more than ``numbers`` have.
         plain: the engine without speculation that they are held against; by default this one, drafting nothing.
         temperature: of all requests.
+        seconds: within which all repeats are to end; those that would not are left out, but for the first.
 
     """
     costs, most = costs_of(engine), max(most, *numbers, 1)
@@ -159,7 +163,7 @@ def climb(
     turns = {"0": turn("0", lambda: None, plain or engine)}
     turns |= {str(number): turn(str(number), partial(FixedLength, number), engine) for number in numbers}
     turns[ADAPTIVE] = turn(ADAPTIVE, lambda: AdaptiveLength(most, costs), engine)
-    in_turn(turns, repeats)
+    in_turn(turns, repeats, time.perf_counter() + seconds)
     sides = {name: answered[1:] for name, answered in found.items()}
     without = [answered.rate for answered in sides.pop("0")]
     rungs = {name: _rung(name, answered, without, costs, batch_size) for name, answered in sides.items()}

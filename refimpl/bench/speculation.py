@@ -119,13 +119,13 @@ def _of_a_model(
         "drafter": [(encode(chat), output) for chat in _chats()],
     }
 
-    def row(name: str, _seconds: float) -> Figures:
+    def row(name: str, seconds: float) -> Figures:
         if name == "drafter" and not has_head:
             raise DoesNotFit(f"no head comes with refimpl for {checkpoint.name}")
         config = {"method": "head" if name == "drafter" else "ngram", "num_speculative_tokens": MOST_DRAFTS}
         engine = Engine(EngineArgs.from_options(engine_options | fixed | {"speculative_config": config}))
         try:
-            return climb(engine, workloads[name], 1, ladder(MOST_DRAFTS), repeats, plain=plain)
+            return climb(engine, workloads[name], 1, ladder(MOST_DRAFTS), repeats, plain=plain, seconds=seconds)
         finally:
             engine.close()
 
@@ -186,11 +186,9 @@ def _of_a_shape(
             engine = Engine(EngineArgs.from_options(engine_options | fixed | drafting(DRAFTS[draft], acceptance)))
             try:
                 if f"draft_{draft}" in names:
-                    row = partial(_alone, engine, alone, acceptance, repeats)
-                    measured.measure(f"draft_{draft}", lambda _seconds, row=row: row())  # type: ignore[misc]
+                    measured.measure(f"draft_{draft}", partial(_alone, engine, alone, acceptance, repeats))
                 if f"adaptive_{draft}" in names:
-                    row = partial(_adaptive, engine, together, batch_sizes, repeats)
-                    measured.measure(f"adaptive_{draft}", lambda _seconds, row=row: row())  # type: ignore[misc]
+                    measured.measure(f"adaptive_{draft}", partial(_adaptive, engine, together, batch_sizes, repeats))
             finally:
                 engine.close()
     return Result(
@@ -217,12 +215,12 @@ def drafting(draft: str, acceptance: float) -> dict[str, Any]:
     return {"speculative_config": config | {"synthetic_acceptance": acceptance}}
 
 
-def _alone(engine: Engine, requests: Requests, acceptance: float, repeats: int) -> Figures:
+def _alone(engine: Engine, requests: Requests, acceptance: float, repeats: int, seconds: float) -> Figures:
     """One request at each number of drafts, and at the best what of a round is neither model."""
     runner = runner_of(engine)
     assert runner.speculation is not None
     runner.speculation.synthetic_acceptance = acceptance
-    figures = climb(engine, requests, 1, ladder(MOST_DRAFTS), repeats, temperature=1.0)
+    figures = climb(engine, requests, 1, ladder(MOST_DRAFTS), repeats, temperature=1.0, seconds=seconds)
     with models_timed(runner) as clock:
         answered = answer(engine, requests, 1, FixedLength(figures["best"] or 1), temperature=1.0)
         models = clock.seconds()
@@ -230,18 +228,17 @@ def _alone(engine: Engine, requests: Requests, acceptance: float, repeats: int) 
     return figures | {"synthetic_acceptance": acceptance, "outside_models": max(0.0, 1 - models / total)}
 
 
-def _adaptive(engine: Engine, requests: Requests, batch_sizes: list[int], repeats: int) -> Figures:
+def _adaptive(engine: Engine, requests: Requests, batch_sizes: list[int], repeats: int, seconds: float) -> Figures:
     """Batches at each rate of acceptance, where the number adapts; with several sizes, each number beside it."""
     runner = runner_of(engine)
     assert runner.speculation is not None
     numbers = ladder(MOST_DRAFTS) if len(batch_sizes) > 1 else []
+    climbing = partial(climb, engine, numbers=numbers, repeats=repeats, most=MOST_DRAFTS, temperature=1.0)
+    each = seconds / (len(RATES) * len(batch_sizes))
     found: Figures = {"synthetic_acceptance": list(RATES), "rates": {}}
     for rate in RATES:
         runner.speculation.synthetic_acceptance = rate
-        by_size = {
-            str(size): climb(engine, requests[:size], size, numbers, repeats, most=MOST_DRAFTS, temperature=1.0)
-            for size in batch_sizes
-        }
+        by_size = {str(size): climbing(requests[:size], size, seconds=each) for size in batch_sizes}
         found["rates"][f"{rate:g}"] = {"batches": by_size, "crossing": _crossing(engine, by_size, rate)}
     return found
 
