@@ -206,8 +206,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def empty(self) -> bool:
-        """Whether an executor has nothing to do: no rows, and nothing to move to the host."""
-        return not self.batch.slots and not self.swapped_out
+        """Whether an executor has nothing to do: no rows, nothing to move to the host, and no token that a search chose."""
+        return not self.batch.slots and not self.swapped_out and not self.chosen
 
     def to_wire(self, known_version: int) -> bytes:
         """What an executor that holds the batch of ``known_version`` must be sent: msgpack, O(changes) bytes.

@@ -188,7 +188,7 @@ gc.collect()
 threads, before = set(threading.enumerate()), resident()
 model = tiny(hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8,
              head_dim=64)
-llm = LLM(model, async_scheduling=True, num_gpu_blocks_override=300)
+llm = LLM(model, dtype="float32", async_scheduling=True, num_gpu_blocks_override=300)
 runner = llm.engine.executor.runner
 storages = [tensor.untyped_storage() for tensor in runner.model.parameters()]
 caches = [kv.untyped_storage() for layer in runner.kv_cache.layers for kv in (layer.k, layer.v)]

@@ -6,7 +6,7 @@ from typing import Any
 
 HEAD = (
     "| ranks | weights | | requests | output tokens/s | ms a token | efficiency | of the read floor "
-    "| all-reduces, ms a step | predicted | measured over it | published of another engine |\n"
+    "| all-reduces, ms a step | predicted | measured over it | another engine, unchecked |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
 

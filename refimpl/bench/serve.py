@@ -174,7 +174,7 @@ def _measure(
 
 
 def _warm_up(workload: Workload, count: int, row: str) -> list[Ask]:
-    """Requests like those of a row, whose prompts the row does not have."""
+    """Requests like those of a row, whose prompts it does not have, but for ``mixed`` and files: there they begin it."""
     some = replace(workload, num_prompts=max(1, count)).asks(math.inf, f"warm-up of {row} ")[:count]
     return [Ask(0.0, ask.prompt, min(ask.output, WARM_UP_TOKENS)) for ask in some]
 

@@ -9,9 +9,9 @@ FILE.csv                      those of a trace with TIMESTAMP, ContextTokens, Ge
 FILE.jsonl                    the prompts of a file, in turn: texts, or token ids
 ============================  ======================================================================================
 
-Random tokens are others in each row and in its warm-up. The prompts of ``mixed`` and of a file are the same: a server that
-caches prefixes knows them from the second row on. For ``/chat/completions`` random tokens are replaced by as many short
-words, since messages are texts.
+Random tokens are others in each row and in its warm-up. The prompts of ``mixed`` and of a file are the same, those of the
+warm-up the first of them: a server that caches prefixes knows these before the first row, and all from the second row on.
+For ``/chat/completions`` random tokens are replaced by as many short words, since messages are texts.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class LocalExecutor:
         self.device_name = f"{self.device}, {str(self.dtype).removeprefix('torch.')}"
         share = share_of(checkpoint.config, ranks.size)
         self._free = free_before_loading(ranks, self.device)
-        self._method = method_of(args, checkpoint, share, self.device, self.dtype, self._free // ranks.here)
+        self._method = method_of(args, checkpoint, share, self.device, self.dtype, self._free)
         self.weight_bytes = weight_bytes(share, self._method, self.dtype.itemsize)
         self.block_bytes = memory.block_bytes(share, args.block_size, self.dtype.itemsize)
         self.logits_hooks: LogitsHooks | None = {}

@@ -103,11 +103,11 @@ class ModelRunner:
         self.kv_cache.swap_out(scheduler_output.swapped_out)
         self.kv_cache.swap_in(scheduler_output.swapped_in)
         self.input_batch.apply(scheduler_output)
-        if not scheduler_output.batch.slots:
-            return PendingOutput(0, [], None, {})
         self.kv_cache.copy_blocks([(copy.source, copy.target) for copy in scheduler_output.copies])
         if self.speculation is not None:
             self.speculation.proposer.apply(scheduler_output)
+        if not scheduler_output.batch.slots:
+            return PendingOutput(0, [], None, {})
         inputs = self.input_batch.prepare(scheduler_output.batch)
         if inputs.drafted is not None:
             return self._launch_with_drafts(scheduler_output.batch, inputs, inputs.drafted)

@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def free_before_loading(ranks: Ranks, device: torch.device) -> int:
-    """Bytes of a CPU that all ranks of this machine may take together; 0 where they are on GPUs. Waits for all ranks.
+    """Bytes of a CPU that each rank may take; 0 where they are on GPUs. Waits for all ranks.
 
-    So each has looked before any loads, and all go by the same number.
+    So each has looked before any loads, and all go by the same number: that of the machine with the least for each rank.
     """
-    return ranks.least(free_host_memory()) if device.type == "cpu" else 0
+    return ranks.least(free_host_memory() // ranks.here) if device.type == "cpu" else 0
 
 
 def method_of(
@@ -77,7 +77,7 @@ def check_room(
         dtype: of all else.
         device: the CPU.
         ranks: those of this machine share its memory.
-        free: bytes that they may take together.
+        free: bytes that each may take.
 
     Raises:
         OutOfMemoryError: the message has the sums, and what would fit.
@@ -88,7 +88,7 @@ def check_room(
     def together(method: LinearMethod, size: int) -> int:
         return ranks.here * (weight_bytes(config, method, size) + (0 if draft is None else draft.weight_bytes(size)))
 
-    needed = together(method, dtype.itemsize)
+    needed, free = together(method, dtype.itemsize), ranks.here * free
     if needed <= free:
         return
     said = f"{config.num_parameters / 1e9:.2f} billion weights"

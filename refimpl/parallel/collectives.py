@@ -34,8 +34,10 @@ c10d: Any = torch.distributed.distributed_c10d
 """Its names come and go with what torch was built with."""
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watch over NCCL ends the process, which may be somebody's notebook. A dead or stuck rank is found by ours."""
-ONE_OPERATION = timedelta(hours=1)
-"""After which a collective gives up by itself, even if all ranks have entered it. Who watches the ranks notices before."""
+ONE_OPERATION = timedelta(days=7)
+"""After which a collective gives up by itself, even if all ranks have entered it. Who watches the ranks notices long before,
+and says which of them the others wait for.
+"""
 
 
 @dataclass

@@ -54,15 +54,18 @@ class Progress:
             serving: the ranks that have loaded everything.
 
         """
-        furthest = max(self._entered)
+        furthest, overdue = max(self._entered), {}
         for rank, entered in enumerate(self._entered):
             if rank == 0 or entered == furthest:
                 self._behind.pop(rank, None)
                 continue
             waited = now - self._behind.setdefault(rank, now)
             if waited > (self._patience if rank in serving else max(self._patience, WHILE_LOADING_SECONDS)):
-                return (
-                    f"rank {rank} lives but is stuck: others have waited {waited:.0f} seconds in their collective "
-                    f"{furthest:,}, and it has entered {entered:,} (distributed_timeout_seconds is {self._patience:g})"
-                )
-        return None
+                overdue[rank] = waited
+        if not overdue:
+            return None
+        rank = min(overdue, key=self._entered.__getitem__)  # the others behind wait for it too
+        return (
+            f"rank {rank} lives but is stuck: others have waited {overdue[rank]:.0f} seconds in their collective "
+            f"{furthest:,}, and it has entered {self._entered[rank]:,} (distributed_timeout_seconds is {self._patience:g})"
+        )

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from refimpl.quantization.awq_layout import float16_above_0
 
+NUMBERS_AT_ONCE = 2**26
+"""In the normal equations of as many rows as are solved together: groups² a row."""
 MOST = 2.0
 """By which a scale may change, up or down; one that would change more stays (a group of zeros has any scale)."""
 
@@ -20,7 +22,7 @@ MOST = 2.0
 def fitted_scales(
     weight: Float[Tensor, "O C"], signed: Float[Tensor, "C O"], scales: Float[Tensor, "groups O"], gram: Float[Tensor, "C C"]
 ) -> Float[Tensor, "groups O"]:
-    """The scales of the least error, in float16.
+    """The scales of the least error, in float16. Rows are fitted apart from each other, so many of them at once.
 
     Args:
         weight: what is to be approached.
@@ -29,6 +31,14 @@ def fitted_scales(
         gram: E[x xᵀ] of the inputs, positive definite.
 
     """
+    rows = max(1, NUMBERS_AT_ONCE // len(scales) ** 2)
+    parts = zip(weight.split(rows), signed.split(rows, dim=1), scales.split(rows, dim=1), strict=True)
+    return torch.cat([_fitted_rows(*part, gram) for part in parts], dim=1)
+
+
+def _fitted_rows(
+    weight: Float[Tensor, "R C"], signed: Float[Tensor, "C R"], scales: Float[Tensor, "groups R"], gram: Float[Tensor, "C C"]
+) -> Float[Tensor, "groups R"]:
     count = len(scales)
     size = len(signed) // count
     groups = signed.T.unflatten(1, (count, size))  # [O, groups, size]

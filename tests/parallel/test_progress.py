@@ -25,6 +25,12 @@ def test_a_rank_that_others_wait_for_is_named():
     )
 
 
+def test_of_several_that_are_behind_the_one_that_all_wait_for_is_named():
+    progress = at(80, 78, 12)
+    progress.stuck(0, SERVING)
+    assert "rank 2" in progress.stuck(PATIENCE + 1, SERVING)
+
+
 def test_long_work_of_all_ranks_is_no_hang_nor_is_an_idle_engine():
     progress = at(42, 42, 42)
     assert progress.stuck(0, SERVING) is None

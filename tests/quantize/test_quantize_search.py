@@ -11,6 +11,7 @@ from refimpl.loading.checkpoint import load_model
 from refimpl.loading.in_memory import TransformersCheckpoint
 from refimpl.models.tiny import tiny
 from refimpl.quantization.awq_layout import quantise_groups
+from refimpl.quantize import steps
 from refimpl.quantize.awq import representable
 from refimpl.quantize.calibration import calibration_windows
 from refimpl.quantize.feedback import rounded_in_turn
@@ -189,13 +190,15 @@ def test_few_tokens_are_believed_less():
     assert errors[1] < 0.7 * errors[0]
 
 
-def test_scales_that_were_lost_are_found_again():
+def test_scales_that_were_lost_are_found_again(monkeypatch):
     weight, gram = random(48, 64), seen(outlying_inputs()).scaled(torch.ones(64))
     true = Levels(*quantise_groups(weight, 32))
     signed = true.values.float() - true.zeros.float().repeat_interleave(32, 0)
     found = fitted_scales(true.widened(), signed, true.scales * 1.25, gram)
     assert found.dtype == torch.float16
     torch.testing.assert_close(found, true.scales, rtol=2e-3, atol=0)
+    monkeypatch.setattr(steps, "NUMBERS_AT_ONCE", 5 * len(true.scales) ** 2)  # rows in fives, and a rest
+    torch.testing.assert_close(fitted_scales(true.widened(), signed, true.scales * 1.25, gram), found)
 
 
 def test_a_group_of_zeros_keeps_its_scale():

@@ -55,6 +55,10 @@ class FingerprintExecutor:
             self.check(slot, output.step)
         return result
 
+    def table(self, slot):
+        """As the shadow executor tells it; here it is the table on the device."""
+        return tuple(self.batch.block_table[slot, : self.batch.num_blocks[slot]].tolist())
+
     def check(self, slot, step):
         computed = int(self.batch.num_computed_tokens[slot])
         positions = torch.arange(computed)

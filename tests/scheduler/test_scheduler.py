@@ -7,7 +7,7 @@ from scheduler_support import FakeExecutor, books, make_request, make_scheduler,
 
 from refimpl.decision_texts import describe
 from refimpl.errors import PromptError
-from refimpl.outputs import SchedulerOutput
+from refimpl.outputs import Batch, SchedulerOutput
 from refimpl.request import Status
 
 
@@ -182,6 +182,13 @@ def test_a_decode_step_is_as_large_as_its_changes_not_as_its_batch():
         assert len(busy.to_wire(first.batch.version)) < 16 + 12 * num_sequences
     assert sizes[4] == sizes[256]
     assert max(sizes[256]) <= 16
+
+
+def test_a_step_without_rows_is_executed_if_a_search_chose_a_token():
+    nothing = Batch(0, (), (), ())
+    assert SchedulerOutput(0, nothing).empty
+    assert not SchedulerOutput(0, nothing, chosen=((0, 7),)).empty
+    assert not SchedulerOutput(0, nothing, swapped_out=((1, 1),)).empty
 
 
 def test_the_wire_carries_what_an_executor_needs():
