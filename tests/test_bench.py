@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -25,12 +26,13 @@ from refimpl.bench import (
     throughput,
 )
 from refimpl.bench.flops import flop_counter
-from refimpl.bench.peers import OtherEnvironment
+from refimpl.bench.peers import OtherEnvironment, Transformers, open_sides
 from refimpl.bench.recompute import run
 from refimpl.bench.result import check, workload_hash
 from refimpl.bench.sides import Run, mixed, ratio
 from refimpl.errors import ConfigError, RefimplError
 from refimpl.events import EventLog
+from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.visualizers import export_html
 
 ROOT = Path(__file__).parent.parent
@@ -434,6 +436,19 @@ def test_an_engine_of_another_environment_is_asked_over_pipes(tmp_path):
         latency.run({"model": "tiny"}, repeats=1, dtypes=("float32",), compare_python=python, prompts=(3,))
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in peer_vllm.ENVIRONMENT
     assert os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") is None
+
+
+def test_the_peer_runs_where_ours_runs(monkeypatch, tmp_path):
+    checkpoint = open_checkpoint("tiny")
+    with pytest.warns(UserWarning, match="meta parameter"):
+        assert Transformers(checkpoint, "float32", torch.device("meta"))._model.device.type == "meta"
+    sides = partial(open_sides, {"model": checkpoint, "device": "cpu"}, checkpoint, "float32", 1, 64, True)
+    with sides(None) as opened:
+        assert opened["transformers"].settings["device"] == "cpu"
+        assert len(opened["transformers"].run([([7, 8], 3)]).token_ids[0]) == 3
+    monkeypatch.setattr("refimpl.bench.peers.resolve_device", lambda name: torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"vLLM's CPU build, and device is 'cuda'; give device='cpu'"), sides(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("arguments", [{"repeats": 0}, {"dtypes": ("int8",)}, {"scale": 0}])

@@ -18,7 +18,9 @@ import torch
 
 from refimpl.bench import peer_vllm
 from refimpl.bench.sides import Refimpl, Requests, Run, Side
+from refimpl.config import EngineArgs
 from refimpl.errors import ConfigError, RefimplError
+from refimpl.executor.device import resolve_device
 from refimpl.loading.checkpoint import Checkpoint
 from refimpl.loading.folder import FolderCheckpoint
 from refimpl.loading.hf_config import write_config
@@ -31,29 +33,30 @@ BATCH = 8
 
 
 class Transformers:
-    """``generate`` on the same weights, threads and dtype, in static batches padded on the left.
+    """``generate`` on the same weights, device, threads and dtype, in static batches padded on the left.
 
     Args:
         checkpoint: the model.
         dtype: name of the torch dtype.
+        device: where ours runs too.
 
     """
 
     name = "transformers"
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str, device: torch.device) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         with tempfile.TemporaryDirectory() as folder:
             write_config(checkpoint.config, Path(folder))
             config = LlamaConfig.from_pretrained(folder)
-        self._model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+        self._model = LlamaForCausalLM(config).to(device, getattr(torch, dtype)).eval()
         weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in checkpoint.weights()}
         self._model.load_state_dict(weights, strict=False)
         self._model.tie_weights()
         self._model.generation_config.eos_token_id = None  # every answer has the length that was asked for
         self._cache = "dynamic"
-        self.settings: dict[str, Any] = {"dtype": dtype, "batch_size": BATCH}
+        self.settings: dict[str, Any] = {"dtype": dtype, "device": device.type, "batch_size": BATCH}
 
     def choose(self, trial: Requests, until: float = math.inf) -> None:
         """Try each of :data:`CANDIDATES` twice on such requests and keep the fastest; ``settings`` tells the times.
@@ -94,12 +97,15 @@ class Transformers:
     def _generate(self, batch: Requests, seen: list[float]) -> list[list[int]]:
         """The new tokens of each row; ``seen`` gets the time at which each token was there."""
         longest, most = max(len(prompt) for prompt, _ in batch), max(output for _, output in batch)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
+        device = self._model.device
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch], device=device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=device)
 
         def never(input_ids: Any, scores: Any, **_: Any) -> Any:
+            if not seen and device.type == "cuda":  # a host that has ordered a token has not got it yet
+                torch.cuda.synchronize(device)
             seen.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=device)
 
         out = self._model.generate(
             ids,
@@ -119,7 +125,8 @@ class Transformers:
         same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         if same is None:
             return 0.0
-        logits = self._model(torch.tensor([prompt + ours[:same]]), logits_to_keep=1).logits[0, -1].float()
+        ids = torch.tensor([prompt + ours[:same]], device=self._model.device)
+        logits = self._model(ids, logits_to_keep=1).logits[0, -1].float()
         return float(logits.max() - logits[ours[same]])
 
     def close(self) -> None:
@@ -223,11 +230,19 @@ def open_sides(
     compare: bool,
     compare_python: Path | None,
 ) -> Iterator[dict[str, Side]]:
-    """Ours, and the peers asked for, by name, with the weights loaded; all are closed at the end."""
+    """Ours, and the peers asked for, by name, with the weights loaded; all are closed at the end.
+
+    Raises:
+        ConfigError: vLLM's CPU build is to be compared with ours on another device.
+
+    """
+    device = resolve_device(engine_options.get("device", EngineArgs.device))
+    if compare_python is not None and device.type != "cpu":
+        raise ConfigError(f"compare_python runs vLLM's CPU build, and device is {device.type!r}; give device='cpu'")
     with ExitStack() as opened:
         sides: list[Side] = [opened.enter_context(closing(Refimpl(engine_options, dtype, max_num_seqs, max_model_len)))]
         if compare:
-            sides.append(opened.enter_context(closing(Transformers(checkpoint, dtype))))
+            sides.append(opened.enter_context(closing(Transformers(checkpoint, dtype, device))))
         if compare_python is not None:
             threads = torch.get_num_threads()
             other = OtherEnvironment(compare_python, checkpoint, dtype, max_num_seqs, max_model_len, threads)
