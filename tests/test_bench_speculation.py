@@ -98,6 +98,18 @@ def test_rows_of_a_shape_say_everywhere_that_acceptance_is_synthetic(shape, capl
     assert "| draft_1b | 1 | 1 |" in table
 
 
+def test_several_batch_sizes_show_from_which_on_nothing_pays(shape):
+    options = {"dtype": "float32", "num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
+    result = speculation.run(options, shape, ["adaptive_8b"], 1, (1, 2), scale=0.1, rates=(0.25,))
+    assert result.topic == "speculation_crossing"
+    [(rate, found)] = result.results["adaptive_8b"]["rates"].items()
+    assert (rate, list(found["batches"])) == ("0.25", ["1", "2"])
+    found["crossing"] = {"chosen": 2.0, "measured": 1.5}
+    table = report.TABLES["speculation_crossing"]({"setting": result.setting, "results": result.results})
+    assert "| adaptive_8b, 25% accepted: batch | 1 | 2 | adaptive | without, tokens/s |" in table
+    assert "from a batch of 2 on as the engine reckons, of 1.5 as measured" in table
+
+
 def test_the_copying_prompts_are_five_of_each_task():
     prompts = speculation.copying_prompts()
     assert [one["task"] for one in prompts] == ["repeat"] * 5 + ["rename"] * 5
@@ -105,7 +117,7 @@ def test_the_copying_prompts_are_five_of_each_task():
 
 
 def test_what_is_out_of_range_is_refused():
-    for wrong in ({"repeats": 0}, {"scale": 0}, {"acceptance": 2}, {"batch_sizes": [0]}):
+    for wrong in ({"repeats": 0}, {"scale": 0}, {"acceptance": 2}, {"batch_sizes": [0]}, {"rates": [1.5]}, {"rates": []}):
         with pytest.raises(ConfigError, match="must be 1 or more"):
             speculation.run({"model": "tiny"}, **wrong)
     with pytest.raises(ConfigError, match="rows are draft_8b; there are ngram, drafter"):

@@ -16,7 +16,7 @@ from typing import Any
 from refimpl.bench.report_quantization import quantization_table
 from refimpl.bench.report_scaling import scaling_table
 from refimpl.bench.report_serving import idle_table, serve_sim_table, serve_table, startup_table
-from refimpl.bench.report_speculation import speculation_table
+from refimpl.bench.report_speculation import crossing_table, speculation_table
 from refimpl.errors import RefimplError
 
 COMMANDS = {
@@ -25,6 +25,7 @@ COMMANDS = {
     "startup": "startup --model-config llama-3-8b",
     "idle": "idle --model-config llama-3-8b",
     "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
+    "speculation_crossing": "speculation --model-config llama-3-70b --quantization fp8 --rows adaptive_8b --batch-sizes 1,64",
     "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
     "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
     "offline_llama_3_70b_awq": "throughput --model-config llama-3-70b --quantization awq",
@@ -312,6 +313,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "offline": _offline,
     "speculation": lambda result: speculation_table(result) + caption(result),
     "speculation_shape": lambda result: speculation_table(result) + caption(result),
+    "speculation_crossing": lambda result: crossing_table(result) + caption(result),
     "scaling": lambda result: scaling_table(result) + caption(result),
     "quantization": lambda result: quantization_table(result) + caption(result),
     "serve": lambda result: serve_table(result) + caption(result),

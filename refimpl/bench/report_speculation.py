@@ -29,6 +29,26 @@ def speculation_table(result: dict[str, Any]) -> str:
     return f"{result['setting']['workload']}:\n\n{HEAD}{rows}{told}"
 
 
+def crossing_table(result: dict[str, Any]) -> str:
+    """How many times as fast as without drafts, by batch size and number of drafts; and from which batch on nothing pays."""
+    text = f"{result['setting']['workload']}:\n"
+    for name, figures in result["results"].items():
+        for rate, found in figures.get("rates", {}).items():
+            numbers = [number for batch in found["batches"].values() for number in batch["rungs"]]
+            columns = list(dict.fromkeys(numbers))
+            text += f"\n| {name}, {float(rate):.0%} accepted: batch | {' | '.join(columns)} | without, tokens/s |\n"
+            text += "|---" * (len(columns) + 2) + "|\n"
+            for size, batch in found["batches"].items():
+                gains = " | ".join(f"{batch['rungs'][number]['measured']:.2f}" for number in columns)
+                text += f"| {size} | {gains} | {batch['tokens_per_second_without']['median']:,.0f} |\n"
+            chosen, measured = (found["crossing"][side] for side in ("chosen", "measured"))
+            if chosen is not None and measured is not None:
+                text += (
+                    f"\nNothing pays from a batch of {chosen:.0f} on as the engine reckons, of {measured:.1f} as measured.\n"
+                )
+    return text
+
+
 def _climb(name: str, figures: dict[str, Any]) -> str:
     def rate(of: dict[str, float]) -> str:
         return f"{of['median']:,.1f} ({of['min']:,.1f}–{of['max']:,.1f})"

@@ -74,6 +74,7 @@ def run(
     acceptance: float = 0.75,
     scale: float = 1.0,
     max_minutes: float | None = None,
+    rates: Sequence[float] = RATES,
 ) -> Result:
     """Measure the rows of a model, or of a shape.
 
@@ -86,21 +87,24 @@ def run(
         acceptance: of each draft of the draft rows.
         scale: of output lengths, at most 1.
         max_minutes: for everything; what there is no time left for says so.
+        rates: of acceptance, for the adaptive rows.
 
     Raises:
         ConfigError: a name or number is out of range.
 
     """
-    if repeats < 1 or not 0 < scale <= 1 or not 0 <= acceptance <= 1 or min(batch_sizes, default=0) < 1:
+    outside = [rate for rate in (acceptance, *rates) if not 0 <= rate <= 1]
+    if repeats < 1 or not 0 < scale <= 1 or outside or not rates or min(batch_sizes, default=0) < 1:
         raise ConfigError(
-            f"repeats is {repeats}, scale {scale}, acceptance {acceptance}, batch_sizes {list(batch_sizes)}; they must be 1 "
-            "or more, over 0 to 1, 0 to 1, and 1 or more each"
+            f"repeats is {repeats}, scale {scale}, acceptance {acceptance}, rates {list(rates)}, batch_sizes "
+            f"{list(batch_sizes)}; they must be 1 or more, over 0 to 1, 0 to 1, 0 to 1 each, and 1 or more each"
         )
     if engine_options.get("speculative_config") is not None:
         raise ConfigError("speculative_config is the benchmark's own; leave it out, or see refimpl speculate profile")
     if model_config is None:
         return _of_a_model(engine_options, rows, repeats, scale, max_minutes)
-    return _of_a_shape(engine_options, model_config, rows, repeats, list(batch_sizes), acceptance, scale, max_minutes)
+    by_chance = (acceptance, list(rates))
+    return _of_a_shape(engine_options, model_config, rows, repeats, list(batch_sizes), by_chance, scale, max_minutes)
 
 
 def _of_a_model(
@@ -160,10 +164,11 @@ def _of_a_shape(
     rows: Sequence[str] | None,
     repeats: int,
     batch_sizes: list[int],
-    acceptance: float,
+    by_chance: tuple[float, list[float]],
     scale: float,
     max_minutes: float | None,
 ) -> Result:
+    acceptance, rates = by_chance
     if engine_options.get("model", EngineArgs.model) != EngineArgs.model:
         raise ConfigError(f"model is {engine_options['model']!r} and model_config {model_config!r}; give one of them")
     shape = ShapeCheckpoint(model_config, find_model(model_config))
@@ -188,18 +193,18 @@ def _of_a_shape(
                 if f"draft_{draft}" in names:
                     measured.measure(f"draft_{draft}", partial(_alone, engine, alone, acceptance, repeats))
                 if f"adaptive_{draft}" in names:
-                    measured.measure(f"adaptive_{draft}", partial(_adaptive, engine, together, batch_sizes, repeats))
+                    measured.measure(f"adaptive_{draft}", partial(_adaptive, engine, together, batch_sizes, rates, repeats))
             finally:
                 engine.close()
     return Result(
-        topic="speculation_shape",
+        topic="speculation_shape" if len(batch_sizes) == 1 else "speculation_crossing",
         setting=setting(
             model=model_config,
             model_hash=shape.fingerprint(),
             dtype=engine_options.get("quantization") or engine_options.get("dtype", EngineArgs.dtype),
             workload=f"{SHAPE_PROMPT} tokens in and {output} out, temperature 1, random weights; SYNTHETIC ACCEPTANCE: each "
             "draft is accepted by chance, whatever the models say; held against the same engine drafting nothing",
-            synthetic_acceptance=[acceptance, *RATES],
+            synthetic_acceptance=[acceptance, *rates],
             workload_hash=workload_hash([alone, together]),
             repeats=repeats,
         ),
@@ -228,15 +233,17 @@ def _alone(engine: Engine, requests: Requests, acceptance: float, repeats: int, 
     return figures | {"synthetic_acceptance": acceptance, "outside_models": max(0.0, 1 - models / total)}
 
 
-def _adaptive(engine: Engine, requests: Requests, batch_sizes: list[int], repeats: int, seconds: float) -> Figures:
+def _adaptive(
+    engine: Engine, requests: Requests, batch_sizes: list[int], rates: list[float], repeats: int, seconds: float
+) -> Figures:
     """Batches at each rate of acceptance, where the number adapts; with several sizes, each number beside it."""
     runner = runner_of(engine)
     assert runner.speculation is not None
     numbers = ladder(MOST_DRAFTS) if len(batch_sizes) > 1 else []
     climbing = partial(climb, engine, numbers=numbers, repeats=repeats, most=MOST_DRAFTS, temperature=1.0)
-    each = seconds / (len(RATES) * len(batch_sizes))
-    found: Figures = {"synthetic_acceptance": list(RATES), "rates": {}}
-    for rate in RATES:
+    each = seconds / (len(rates) * len(batch_sizes))
+    found: Figures = {"synthetic_acceptance": rates, "rates": {}}
+    for rate in rates:
         runner.speculation.synthetic_acceptance = rate
         by_size = {str(size): climbing(requests[:size], size, seconds=each) for size in batch_sizes}
         found["rates"][f"{rate:g}"] = {"batches": by_size, "crossing": _crossing(engine, by_size, rate)}

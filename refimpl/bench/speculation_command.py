@@ -33,6 +33,7 @@ def speculation(
         str, typer.Option(help="Of the adaptive rows, by commas, rising. With several, every number of drafts runs at each.")
     ] = "64",
     acceptance: Annotated[float, typer.Option(help="Of a shape: the probability that a draft is accepted.")] = 0.75,
+    rates: Annotated[str, typer.Option(help="The same of the adaptive rows, by commas.")] = "0.4,0.75",
     scale: Annotated[float, typer.Option(help="Shrink output lengths by this, for a quick look.")] = 1.0,
     max_minutes: Annotated[float | None, typer.Option(help="For everything; rows that have no time left say so.")] = None,
     as_json: AsJson = False,
@@ -44,8 +45,12 @@ def speculation(
     from refimpl.bench.speculation import run
 
     try:
-        sizes = [int(size) for size in batch_sizes.split(",")]
+        sizes, chances = [int(size) for size in batch_sizes.split(",")], [float(rate) for rate in rates.split(",")]
     except ValueError as error:
-        raise ConfigError(f"batch_sizes is {batch_sizes!r}; give whole numbers by commas, such as 1,16,64") from error
+        raise ConfigError(
+            f"batch_sizes is {batch_sizes!r} and rates {rates!r}; give whole numbers by commas, such as 1,16,64, and "
+            "probabilities, such as 0.4,0.75"
+        ) from error
     names = rows.split(",") if rows else None
-    report_result(run(engine_options, model_config, names, repeats, sizes, acceptance, scale, max_minutes), as_json, save)
+    found = run(engine_options, model_config, names, repeats, sizes, acceptance, scale, max_minutes, chances)
+    report_result(found, as_json, save)
