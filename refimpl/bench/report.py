@@ -25,7 +25,7 @@ COMMANDS = {
     "startup": "startup --model-config llama-3-8b",
     "idle": "idle --model-config llama-3-8b",
     "speculation_shape": "speculation --model-config llama-3-70b --quantization fp8",
-    "speculation_crossing": "speculation --model-config llama-3-70b --quantization fp8 --rows adaptive_8b --batch-sizes 1,64",
+    "speculation_crossing": "speculation --model-config llama-3-70b --quantization fp8 --batch-sizes 1,64",
     "offline_llama_3_8b_fp8": "throughput --model-config llama-3-8b --quantization fp8",
     "offline_llama_3_70b_fp8": "throughput --model-config llama-3-70b --quantization fp8",
     "offline_llama_3_70b_awq": "throughput --model-config llama-3-70b --quantization awq",
