@@ -19,10 +19,8 @@ FORGET = 0.98
 """By which a step's outcomes make all before them weigh less: about the last 50 steps count, however many rows each had."""
 LEAST_WEIGHT = 4.0
 """Outcomes that are remembered, however long ago they were, until there are others."""
-FIRST_PROBE = 8
-"""Steps without drafts after which acceptance is looked at where none was ever seen: till then it is a guess."""
 PROBE_AFTER = (200, 1600)
-"""The same after that: the first time, and at most. It doubles in between."""
+"""Steps without drafts after which acceptance is looked at again: the first time, and at most. It doubles in between."""
 PROBE_ROWS = 8
 """Outcomes that are looked at then, at one draft each, and the most rows of a step that draft for it."""
 LEAST_GAIN = 0.02
@@ -96,7 +94,7 @@ class AdaptiveLength:
         """``costs`` by batch size and number, as far as they were asked for."""
         self.acceptance = Acceptance(most)
         self._now = 0
-        self._waited, self._wait = 0, FIRST_PROBE
+        self._waited, self._wait = 0, PROBE_AFTER[0]
         self._to_see = 0
         """Outcomes that a probe still waits for."""
 
@@ -126,8 +124,7 @@ class AdaptiveLength:
             self._waited += 1
             if self._waited < self._wait:
                 return 0, 0
-            wait = min(max(2 * self._wait, PROBE_AFTER[0]), PROBE_AFTER[1])
-            self._waited, self._wait, self._to_see = 0, wait, PROBE_ROWS
+            self._waited, self._wait, self._to_see = 0, min(2 * self._wait, PROBE_AFTER[1]), PROBE_ROWS
         return 1, min(num_sequences, PROBE_ROWS)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
