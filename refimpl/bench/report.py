@@ -65,7 +65,7 @@ def render(text: str) -> str:
         tables = [TABLES[topic](result) for result in results.get(topic, [])]
         command = COMMANDS.get(topic, topic)
         unmeasured = f"Not measured yet: `refimpl bench {command} --save refimpl/bench/results`.\n"
-        return match[1] + ("".join(tables) or unmeasured) + match[3]
+        return match[1] + ("\n".join(tables) or unmeasured) + match[3]
 
     return _MARKED.sub(replace, text)
 
@@ -165,7 +165,7 @@ def _throughput(result: dict[str, Any]) -> str:
 
 def _latency(result: dict[str, Any]) -> str:
     head = "| time to the first token | engine | ms, median (range) | refimpl over it |\n|---|---|---|---|\n"
-    return head + _sides(result, "seconds", lambda seconds: f"{1e3 * seconds:,.0f}") + caption(result)
+    return head + _sides(result, "seconds", lambda seconds: f"{1e3 * seconds:,.{0 if seconds > 0.1 else 1}f}") + caption(result)
 
 
 def _sides(result: dict[str, Any], figure: str, show: Callable[[float], str]) -> str:
