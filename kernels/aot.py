@@ -72,7 +72,12 @@ def compile_kernel(one: Compile, target: int, name: str) -> Compiled:
         if argument not in one.unaligned and signature[argument][0] in "*i"
     }
     source = ASTSource(fn=one.kernel, signature=signature, constexprs=one.constexprs, attrs=aligned)
-    options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": one.fp_fusion}
+    options: dict[str, int | None] = {
+        "num_warps": one.num_warps,
+        "num_stages": one.num_stages,
+        "enable_fp_fusion": one.fp_fusion,
+    }
+    options["maxnreg"] = one.max_registers
     kernel = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     registers, local = _resources(kernel.asm["cubin"])
     return Compiled(

@@ -8,11 +8,13 @@ Bound by memory: half a byte read and two written for each weight. A program tak
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from refimpl.kernels.awq_gemm import check_weights, load_chunk, whole_numbers
+from refimpl.kernels.awq_gemm import check_weights
+from refimpl.kernels.awq_operand import load_chunk, scale_of, whole_numbers
 from refimpl.kernels.launch import check_last_axis, check_same, device_of
 from refimpl.kernels.overlap import after_previous, overlapping
 
@@ -26,9 +28,6 @@ def awq_dequantise_kernel(
     scales: tl.tensor,
     zeros: tl.tensor,
     result: tl.tensor,
-    words_stride: tl.tensor,
-    scales_stride: tl.tensor,
-    zeros_stride: tl.tensor,
     result_stride: tl.tensor,
     out_features: tl.tensor,
     in_features: tl.tensor,
@@ -40,14 +39,14 @@ def awq_dequantise_kernel(
     chunk, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < out_features
     row = tl.where(inside, row, 0)
-    tile = load_chunk(words + row.to(tl.int64) * words_stride, chunk, GROUP // 2)
-    zero = tl.load(zeros + chunk * zeros_stride + row)
+    tile = load_chunk(words, row, chunk, tl.cdiv(in_features, 4 * GROUP), GROUP // 2)
+    scale = tl.load(scales + chunk * out_features + row)
+    zero = tl.load(zeros + chunk * out_features + row)
     places = result + row.to(tl.int64) * result_stride
     after_previous(OVERLAP)
     for group in tl.static_range(4):
         number_of_group = 4 * chunk + group
-        scale = tl.load(scales + number_of_group * scales_stride + row).to(tl.float32)
-        weight = whole_numbers(tile, zero, group, tl.float32) * scale[:, None]
+        weight = whole_numbers(tile, zero, group, tl.float32) * scale_of(scale, group)[:, None]
         column = number_of_group * GROUP + tl.arange(0, GROUP)
         mask = inside[:, None] & (column < in_features)[None, :]
         tl.store(places[:, None] + column[None, :], weight.to(result.dtype.element_ty), mask=mask)
@@ -64,14 +63,13 @@ def awq_dequantise(
     """
     check_last_axis(result=result)
     check_weights(words, scales, zeros, group_size, in_features)
-    check_same("sizes", result=tuple(result.shape), weight=(len(words), in_features))
+    check_same("sizes", result=tuple(result.shape), weight=(scales.shape[1], in_features))
     if not result.numel():
         return result
-    strides = (words.stride(0), scales.stride(0), zeros.stride(0), result.stride(0))
-    grid = (triton.cdiv(in_features, 4 * group_size), triton.cdiv(len(words), ROWS))
+    grid = (triton.cdiv(in_features, 4 * group_size), triton.cdiv(len(result), ROWS))
     with device_of(words):
         awq_dequantise_kernel[grid](
-            *(words, scales, zeros, result, *strides, *result.shape),
+            *(words, scales.view(torch.int64), zeros, result, result.stride(0), *result.shape),
             ROWS=ROWS,
             GROUP=group_size,
             num_warps=NUM_WARPS,

@@ -6,12 +6,16 @@ in :mod:`refimpl.kernels.awq_reference`. Within a group the scale leaves the sum
     y[t, o] = Σ over groups of  scale[group, o] · Σ over the group of  x[t, i] · (value[o, i] − zero[group, o])
 
 The inner sum is made by tensor cores, from whole numbers between -15 and 15, which 16 bits hold exactly; so nothing is
-rounded but x, and the scale is one multiplication an output and group. What a weight costs beside its half byte is integer
-work: a processor has four or five instructions for each weight that the memory brings. No number is converted: a nibble that
-is set into the bits of 128 in bfloat16 (1,024 in float16) makes 128 + value, and one subtraction of 128 + zero, of two
-weights at once, leaves the whole number (Kim et al. 2022, "Who Says Elephants Can't Run")::
+rounded but x, and the scale is one multiplication an output and group.
+How words become such numbers is told in :mod:`refimpl.kernels.awq_operand`.
 
-    nibbles of a pair   w >> 4g & 0x000F000F │ 0x43004300     ─►  (128 + v₁, 128 + v₀) − (128 + z, 128 + z)
+Words, scales and zero points of a chunk are asked for one chunk ahead, into registers, and those of the first before the
+launch waits for the one before it; what is used in the turn that loads it queues behind all words on their way.
+
+Triton 3.6 multiplies by 8 tokens with a warp for each 16 rows (``mma``), where a thread holds four neighbours among the
+inputs; up to 16 tokens are so two products by the same weights in registers. More of them take all four warps (``wgmma``):
+there a thread holds inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, as in Triton 3.9 always. For that x is read in an order of
+its own (:func:`refimpl.kernels.awq_operand.inputs_in_order`), so that words may lie in one order for all.
 
 Matrices with few rows are cut along their inputs too, and SwiGLU's two matrices are taken at once:
 :mod:`refimpl.kernels.few_tokens`.
@@ -27,32 +31,28 @@ import triton.language as tl
 from torch import Tensor
 
 from refimpl.errors import RefimplError
-from refimpl.kernels.attention_tiles import operand, target_of
-from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, TENSOR_CORES_FROM, most_tokens, padded_groups
-from refimpl.kernels.few_tokens import all_parts, room_for_parts, rows_of, write_product
+from refimpl.kernels.attention_tiles import target_of
+from refimpl.kernels.awq_operand import inputs_in_order, operand_of, operand_of_words, scale_of, whole_numbers
+from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, TENSOR_CORES_FROM, most_tokens, padded_groups, words_shape
+from refimpl.kernels.few_tokens import all_parts, room_for_parts, write_product
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
 
 PROCESSORS = 132
 """Of an H200, for which the cuts are reckoned."""
-LEAST_ROWS = 64
-"""Of a weight in a tile, on any device."""
-MOST_IN_A_TILE = 64
+ROWS = 64
+"""Of a weight in a program: two tiles' of 32, with SwiGLU one of gate's and one of up's."""
+NUM_WARPS = 4
+MOST_IN_A_TILE = 32
 """Tokens."""
+WITH_ARRIVALS = 128
+"""Tokens for whose tiles a weight keeps zeros to count arrivals by."""
+REGISTERS = {8: 128, 16: 168}
+"""A thread's, by a tile's tokens, on sm_90 with Triton 3.6: so that a processor holds four programs, or three."""
+MOST_SPLITS = 16
+ALL_IN_PAIRS = tuple(int(number) for number in triton.__version__.split(".")[:2]) > (3, 6)
+"""Whether this Triton has threads hold inputs as :attr:`Cut.in_pairs` says, whatever multiplies; seen of 3.9."""
 GROUP_SIZES = (32, 64, 128)
-# Two weights at once: a pair of nibbles at bits 0 and 16 into the bits of 128 (1,024), less 128 (1,024) + zero, twice. Said
-# in PTX, since LLVM takes each register apart into its halves, and puts it together again: 4 instructions a weight, not 2.7.
-IN_BFLOAT16 = tl.constexpr("""{
-.reg .b32 pair, less;
-mov.b32 less, 0xBF80BF80;
-lop3.b32 pair, $1, 0x000F000F, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, $2, less, pair;
-}""")
-IN_FLOAT16 = tl.constexpr("""{
-.reg .b32 pair;
-lop3.b32 pair, $1, 0x000F000F, 0x64006400, 0xEA;
-sub.rn.f16x2 $0, pair, $2;
-}""")
 
 
 def serves(num_tokens: int, device: torch.device) -> bool:
@@ -65,75 +65,109 @@ class Cut(NamedTuple):
 
     tokens: int
     """That a tile has room for."""
-    rows: int
-    """Of the weight in a tile."""
+    in_pairs: bool
+    """Whether of 16 inputs a thread holds two pairs, 8 apart, and not four neighbours, as Triton 3.6 has it for ``mma``."""
     num_stages: int
-    """Tiles that are on their way."""
+    """Tiles of x that are on their way."""
     splits: int
     """Programs that share a tile of outputs."""
-    num_warps: int
+    registers: int | None
+    """A thread has at most."""
 
 
 def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capability: int) -> Cut:
-    """The cut for a number of tokens and a weight of ``num_rows`` rows; reckoned, and not measured yet.
+    """The cut for a number of tokens and a weight of ``num_rows`` rows.
 
-    From 16 tokens on tiles are tall, so that what a program reads of x is half of what it reads of the weight. Programs are
-    two or more for every processor, each of one chunk of four groups at least; and so many that they come in four waves
-    where each keeps four chunks.
+    Programs come in waves of as many as the processors hold. A program takes as long as its chunks and 1.5 more, to start; a
+    last wave 0.4 of that, and the rest by how full it is. (Chooses the faster of every pair that was measured, or one within
+    3% of it: 4 and 8 splits, and for SwiGLU 1 and 2, of Llama-3-70B's matrices.)
     """
-    tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE)
-    if capability < TENSOR_CORES_FROM:
-        rows, num_warps, num_stages, at_once = LEAST_ROWS, 4, 2, 4
-    elif tokens == 8:
-        rows, num_warps, num_stages, at_once = LEAST_ROWS, 4, 3, 4
-    else:
-        rows, num_warps, num_stages, at_once = 128, 8, 3 if tokens == 16 else 2, 2
-    programs = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
-    chunks, splits = padded_groups(in_features, group_size) // GROUPS_IN_A_CHUNK, 1
-    while (programs * splits < 2 * PROCESSORS and chunks >= 2 * splits) or (
-        2 * programs * splits <= 4 * at_once * PROCESSORS and chunks >= 8 * splits
-    ):
-        splits *= 2
-    return Cut(tokens, rows, num_stages, splits, num_warps)
+    tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE if capability >= 90 else 16)
+    in_pairs = ALL_IN_PAIRS or (capability // 10 == 9 and tokens > 16)
+    registers = REGISTERS.get(tokens) if capability >= 90 and not in_pairs else None
+    at_once = PROCESSORS * (65536 // (32 * NUM_WARPS * (registers or 255)))
+    programs = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, tokens)
+    chunks = int(padded_groups(in_features, group_size)) // GROUPS_IN_A_CHUNK
 
+    def time(splits: int) -> tuple[float, int]:
+        full, rest = divmod(programs * splits, at_once)
+        waves = full + (0.4 + 0.6 * rest / at_once if rest else 0)
+        return round(waves * (triton.cdiv(chunks, splits) + 1.5), 1), splits
 
-def operand_of(dtype: torch.dtype) -> tl.dtype:
-    """What the operands of the products are held in: x's dtype, and float32 in Triton's interpreter, which has no PTX."""
-    return tl.float32 if triton.knobs.runtime.interpret else operand(dtype)
+    splits = min(range(1, min(chunks, MOST_SPLITS) + 1), key=time)
+    stages = 3 if tokens <= 16 and capability >= TENSOR_CORES_FROM else 2
+    return Cut(tokens, in_pairs, stages, splits, registers)
 
 
 @triton.jit
-def load_chunk(rows: tl.tensor, chunk: tl.tensor, WORDS: tl.constexpr) -> tl.tensor:
-    """A chunk's words of some rows, whose pointers are ``rows [ROWS]``, in order: ``[ROWS, WORDS]``."""
-    ROWS: tl.constexpr = rows.shape[0]
-    words = tl.load(rows[:, None] + chunk * WORDS + tl.arange(0, WORDS)[None, :], eviction_policy="evict_first")
-    squares = tl.reshape(words, (ROWS, WORDS // 16, 4, 4))
-    return tl.reshape(tl.permute(squares, (0, 1, 3, 2)), (ROWS, WORDS))
+def words_of_program(
+    out_features: tl.tensor, num_rows: tl.tensor, chunks: tl.tensor, GATED: tl.constexpr, WORDS: tl.constexpr
+) -> tl.tensor:
+    """Where the words of a program's rows are, in its first chunk, piece by piece: ``[64 · WORDS]``."""
+    word = tl.arange(0, 64 * WORDS)
+    row, second = word // 16 % 32, word // 512 % 2
+    if GATED:
+        row += tl.program_id(1) * 32 + second * out_features
+    else:
+        row += tl.program_id(1) * 64 + second * 32
+    tile = tl.minimum(row // 32, (num_rows - 1) // 32)
+    return tile.to(tl.int64) * (chunks * 32 * WORDS) + word // 1024 * 512 + row % 32 * 16 + word % 16
 
 
 @triton.jit
-def whole_numbers(words: tl.tensor, zeros: tl.tensor, GROUP: tl.constexpr, OPERAND: tl.constexpr) -> tl.tensor:
-    """``value − zero`` of the weights of group GROUP (0 to 3) of a chunk: ``[ROWS, WORDS]`` to ``[ROWS, 2 · WORDS]``.
-
-    ``zeros [ROWS]`` are the chunk's. Words and zeros come straight from loads, and nothing that hangs on a row's or a
-    column's number takes part: so the compiler can have the words lie among the threads as tensor cores want them.
-    """
-    pairs, zero = words >> (4 * GROUP), (zeros >> (4 * GROUP)) & 15
-    if OPERAND == tl.float32:  # noqa: SIM300 - a constexpr is no constant to Python
-        first, second = (pairs & 15).to(OPERAND), ((pairs >> 16) & 15).to(OPERAND)
-        less = zero.to(OPERAND)[:, None]
-        first, second = first - less, second - less
+def rows_of_operand(out_features: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
+    """Which row of the weight each of the operand's 64 is; of those that do not exist, row 0."""
+    place = tl.arange(0, 64)
+    tile, rest = place // 8 % 2, place // 16 * 8 + place % 8
+    if GATED:
+        output = tl.program_id(1) * 32 + rest
+        row = output + tile * out_features
     else:
-        both = zero.to(tl.int32) * 0x00010001
-        if OPERAND == tl.bfloat16:  # noqa: SIM300
-            pairs = tl.inline_asm_elementwise(
-                IN_BFLOAT16, "=r,r,r", [pairs, (both | 0x43004300)[:, None]], tl.int32, True, 1
-            )
-        else:
-            pairs = tl.inline_asm_elementwise(IN_FLOAT16, "=r,r,r", [pairs, (both | 0x64006400)[:, None]], tl.int32, True, 1)
-        first = (pairs & 0xFFFF).to(tl.int16).to(OPERAND, bitcast=True)
-        second = (pairs >> 16).to(tl.int16).to(OPERAND, bitcast=True)
-    return tl.reshape(tl.join(first, second), (words.shape[0], 2 * words.shape[1]))
+        output = tl.program_id(1) * 64 + tile * 32 + rest
+        row = output
+    return tl.where(output < out_features, row, 0)
+
+
+@triton.jit
+def in_order(sums: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
+    """The operand's rows in the order of :func:`few_tokens.rows_of`: by outputs, with GATED gate's and up's in pairs."""
+    TOKENS: tl.constexpr = sums.shape[1]
+    named = tl.reshape(sums, (4, 2, 8, TOKENS))  # warp, tile, row
+    if GATED:
+        return tl.reshape(tl.permute(named, (0, 2, 1, 3)), (64, TOKENS))
+    return tl.reshape(tl.permute(named, (1, 0, 2, 3)), (64, TOKENS))
+
+
+@triton.jit
+def load_x(
+    rows: tl.tensor, there: tl.tensor, column: tl.tensor, in_features: tl.tensor, WHOLE: tl.constexpr, OPERAND: tl.constexpr
+) -> tl.tensor:
+    """Some inputs of some tokens: ``[GROUP, TOKENS]``. WHOLE: chunks are whole, so no column is too far."""
+    mask = there[None, :]
+    if not WHOLE:
+        mask = mask & (column < in_features)[:, None]
+    return tl.load(rows[None, :] + column[:, None], mask=mask, other=0.0).to(OPERAND)
+
+
+@triton.jit
+def write_tile(
+    sums: tl.tensor,
+    result: tl.tensor,
+    parts: tl.tensor,
+    arrivals: tl.tensor,
+    result_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    out_features: tl.tensor,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    """Leave a program's sums, or as the last of its tile write the whole."""
+    last = True
+    if SPLITS > 1:
+        sums, last = all_parts(sums, parts, arrivals, SPLITS)
+    if last:
+        token = tl.program_id(0) * sums.shape[1] + tl.arange(0, sums.shape[1])
+        write_product(sums, result, result_stride, token, token < num_tokens, out_features, GATED)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # one compilation for any number that a tile has room for
@@ -146,48 +180,57 @@ def awq_linear_kernel(
     parts: tl.tensor,
     arrivals: tl.tensor,
     x_stride: tl.tensor,
-    words_stride: tl.tensor,
-    scales_stride: tl.tensor,
-    zeros_stride: tl.tensor,
     result_stride: tl.tensor,
     num_tokens: tl.tensor,
+    num_rows: tl.tensor,
     out_features: tl.tensor,
     in_features: tl.tensor,
     GATED: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     OPERAND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Tokens ``program_id(0) · TOKENS …`` times rows ``program_id(1) · ROWS …``, part ``program_id(2)`` of the chunks."""
-    row, _ = rows_of(out_features, GATED, ROWS)
-    rows = words + row.to(tl.int64) * words_stride
+    """Tokens ``program_id(0) · TOKENS …`` times 64 rows, part ``program_id(2)`` of the chunks; ``scales`` four in one."""
+    WORDS: tl.constexpr = GROUP // 2
+    AT_ONCE: tl.constexpr = 8 if TOKENS == 16 else TOKENS
+    row = rows_of_operand(out_features, GATED)
     chunks = tl.cdiv(in_features, 4 * GROUP)
     each = tl.cdiv(chunks, SPLITS)
     first = tl.program_id(2) * each
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    there = token < num_tokens
-    numbers = x + token.to(tl.int64) * x_stride
+    end = tl.minimum(first + each, chunks)
+    start = tl.minimum(first, chunks - 1)  # of a part without a chunk: another's, unused
+    place = words + words_of_program(out_features, num_rows, chunks, GATED, WORDS)
+    scale = tl.load(scales + start * num_rows + row)
+    zero = tl.load(zeros + start * num_rows + row)
+    flat = tl.load(place + start * (32 * WORDS), eviction_policy="evict_first")
+    token = tl.program_id(0) * TOKENS + tl.arange(0, AT_ONCE)
     after_previous(OVERLAP)
-    sums = tl.zeros([ROWS, TOKENS], tl.float32)
-    for chunk in range(first, tl.minimum(first + each, chunks)):
-        tile = load_chunk(rows, chunk, GROUP // 2)
-        zero = tl.load(zeros + chunk * zeros_stride + row)
+    sums = tl.zeros([64, AT_ONCE], tl.float32)
+    more = tl.zeros([64, AT_ONCE], tl.float32)
+    for chunk in range(first, end):
+        later = tl.minimum(chunk + 1, end - 1)
+        next_scale = tl.load(scales + later * num_rows + row)
+        next_zero = tl.load(zeros + later * num_rows + row)
+        held = operand_of_words(flat, WORDS, IN_PAIRS)
+        flat = tl.load(place + later * (32 * WORDS), eviction_policy="evict_first")
         for group in tl.static_range(4):
-            number_of_group = 4 * chunk + group
-            scale = tl.load(scales + number_of_group * scales_stride + row).to(tl.float32)
-            column = number_of_group * GROUP + tl.arange(0, GROUP)
-            mask = there[None, :] & (column < in_features)[:, None]
-            number = tl.load(numbers[None, :] + column[:, None], mask=mask, other=0.0).to(OPERAND)  # [GROUP, TOKENS]
-            weight = whole_numbers(tile, zero, group, OPERAND)
-            sums += scale[:, None] * tl.dot(weight, number, input_precision="ieee")
-    last = True
-    if SPLITS > 1:
-        sums, last = all_parts(sums, parts, arrivals, SPLITS)
-    if last:
-        write_product(sums, result, result_stride, token, there, out_features, GATED)
+            column = (4 * chunk + group) * GROUP + inputs_in_order(GROUP, IN_PAIRS)
+            weight = whole_numbers(held, zero, group, OPERAND)
+            factor = scale_of(scale, group)[:, None]
+            rows = x + token.to(tl.int64) * x_stride
+            some = load_x(rows, token < num_tokens, column, in_features, WHOLE, OPERAND)
+            sums += factor * tl.dot(weight, some, input_precision="ieee")
+            if AT_ONCE < TOKENS:
+                others = load_x(rows + 8 * x_stride, token + 8 < num_tokens, column, in_features, WHOLE, OPERAND)
+                more += factor * tl.dot(weight, others, input_precision="ieee")
+        scale, zero = next_scale, next_zero
+    if AT_ONCE < TOKENS:
+        sums = tl.reshape(tl.permute(tl.join(sums, more), (0, 2, 1)), (64, TOKENS))
+    write_tile(in_order(sums, GATED), result, parts, arrivals, result_stride, num_tokens, out_features, GATED, SPLITS)
 
 
 def awq_linear(
@@ -208,7 +251,7 @@ def awq_linear(
         RefimplError: x is not in 16 bits, elements of a row lie apart, sizes differ, or groups are not of 32, 64 or 128.
 
     """
-    check_same("sizes", result=tuple(result.shape), product=(len(x), len(words)))
+    check_same("sizes", result=tuple(result.shape), product=(len(x), scales.shape[1]))
     return _launch(x, words, scales, zeros, group_size, result, arrivals, gated=False)
 
 
@@ -227,13 +270,13 @@ def awq_gated_linear(
         RefimplError: x is not in 16 bits, elements of a row lie apart, sizes differ, or groups are not of 32, 64 or 128.
 
     """
-    check_same("sizes", twice_result=(len(x), 2 * result.shape[1]), product=(len(x), len(words)))
+    check_same("sizes", twice_result=(len(x), 2 * result.shape[1]), product=(len(x), scales.shape[1]))
     return _launch(x, words, scales, zeros, group_size, result, arrivals, gated=True)
 
 
-def num_arrivals(num_rows: int, num_tokens: int = MOST_IN_A_TILE) -> int:
+def num_arrivals(num_rows: int, num_tokens: int = WITH_ARRIVALS) -> int:
     """How many tiles of outputs there are for so many tokens, or fewer."""
-    return int(triton.cdiv(num_rows, LEAST_ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
+    return int(triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
 
 
 def check_weights(words: Tensor, scales: Tensor, zeros: Tensor, group_size: int, in_features: int) -> None:
@@ -247,11 +290,13 @@ def check_weights(words: Tensor, scales: Tensor, zeros: Tensor, group_size: int,
         raise RefimplError(
             f"groups are of {group_size} inputs; the kernels have those of {', '.join(map(str, GROUP_SIZES))}"
         )
-    groups = padded_groups(in_features, group_size)
-    check_last_axis(words=words, scales=scales, zeros=zeros)
-    check_same("sizes", words=tuple(words.shape), rows=(len(words), groups * group_size // 8))
-    check_same("sizes", scales=tuple(scales.shape), groups=(groups, len(words)))
-    check_same("sizes", zeros=tuple(zeros.shape), chunks=(groups // GROUPS_IN_A_CHUNK, len(words)))
+    out_features, chunks = scales.shape[1], padded_groups(in_features, group_size) // GROUPS_IN_A_CHUNK
+    check_same("sizes", words=tuple(words.shape), tiles=words_shape(out_features, in_features, group_size))
+    check_same("sizes", scales=tuple(scales.shape), groups=(chunks, out_features, GROUPS_IN_A_CHUNK))
+    check_same("sizes", zeros=tuple(zeros.shape), chunks=(chunks, out_features))
+    for name, tensor in (("words", words), ("scales", scales), ("zeros", zeros)):
+        if not tensor.is_contiguous():
+            raise RefimplError(f"{name} are not in one piece: call .contiguous()")
 
 
 def _launch(
@@ -264,7 +309,7 @@ def _launch(
     arrivals: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    (T, in_features), num_rows = x.shape, len(words)
+    (T, in_features), num_rows = x.shape, scales.shape[1]
     if x.element_size() != 2:
         raise RefimplError(f"x is {x.dtype}; the kernel takes 16 bits: write the weights out by awq_dequantise for others")
     check_last_axis(x=x, result=result)
@@ -272,23 +317,29 @@ def _launch(
     if not T or not num_rows:
         return result
     one = cut(T, num_rows, in_features, group_size, target_of(x.device).capability)
-    grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, one.rows), one.splits)
-    parts, arrivals = room_for_parts(scales, grid, one.rows * one.tokens, arrivals)
-    strides = (x.stride(0), words.stride(0), scales.stride(0), zeros.stride(0), result.stride(0))
+    grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, ROWS), one.splits)
+    parts, arrivals = room_for_parts(scales, grid, ROWS * one.tokens, arrivals)
     with device_of(x):
         awq_linear_kernel[grid](
-            *(x, words, scales, zeros, result, parts, arrivals),
-            *(*strides, T, result.shape[1], in_features),
+            *(x, words, scales.view(torch.int64), zeros, result, parts, arrivals),
+            *(x.stride(0), result.stride(0), T, num_rows, result.shape[1], in_features),
             GATED=gated,
-            **compiled_in(one, group_size),
+            **compiled_in(one, in_features, group_size),
             OPERAND=operand_of(x.dtype),
-            num_warps=one.num_warps,
+            num_warps=NUM_WARPS,
             num_stages=one.num_stages,
+            maxnreg=one.registers,
             **overlapping(x),
         )
     return result
 
 
-def compiled_in(one: Cut, group_size: int) -> dict[str, int]:
+def compiled_in(one: Cut, in_features: int, group_size: int) -> dict[str, int]:
     """The kernel's constants."""
-    return {"TOKENS": one.tokens, "ROWS": one.rows, "GROUP": group_size, "SPLITS": one.splits}
+    return {
+        "TOKENS": one.tokens,
+        "GROUP": group_size,
+        "SPLITS": one.splits,
+        "WHOLE": in_features % (GROUPS_IN_A_CHUNK * group_size) == 0,
+        "IN_PAIRS": one.in_pairs,
+    }

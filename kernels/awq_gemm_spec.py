@@ -11,7 +11,7 @@ from refimpl.kernels import awq_dequantise as dequantising
 from refimpl.kernels import awq_reference, cases
 from refimpl.kernels.attention_tiles import operand
 from refimpl.kernels.awq_dequantise import awq_dequantise, awq_dequantise_kernel
-from refimpl.kernels.awq_gemm import awq_gated_linear, awq_linear, awq_linear_kernel, compiled_in, cut
+from refimpl.kernels.awq_gemm import NUM_WARPS, awq_gated_linear, awq_linear, awq_linear_kernel, compiled_in, cut
 from refimpl.kernels.launch import dtypes_for, pointer
 from refimpl.kernels.overlap import OVERLAPS_FROM
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
@@ -19,18 +19,18 @@ from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
 
 def _weight(shape: Shape, rows: int, device: torch.device, random: torch.Generator) -> dict[str, Tensor | int]:
     """Random words, scales and zero points of every size; what fills a row up has scales of 0."""
-    in_features, group_size, gap = shape["in_features"], shape["group"], shape.get("gap", 0)
+    in_features, group_size = shape["in_features"], shape["group"]
     values = torch.randint(0, 16, (rows, in_features), generator=random, dtype=torch.uint8)
     groups, padded = in_features // group_size, awq_reference.padded_groups(in_features, group_size)
     scales, zeros = torch.zeros(padded, rows, dtype=torch.float16), torch.zeros(padded, rows, dtype=torch.uint8)
     scales[:groups] = (torch.rand(groups, rows, generator=random) + 0.5) * in_features**-0.5 / 6
     zeros[:groups] = torch.randint(0, 16, (groups, rows), generator=random, dtype=torch.uint8)
-    words = awq_reference.pack_words(values.to(device), group_size)
-    wide = words.new_full((rows, words.shape[1] + 4 * gap), -1)  # further apart by whole loads of 16 bytes
-    wide[:, : words.shape[1]] = words
-    made: dict[str, Tensor | int] = {"scales": cases.spaced(scales.to(device), gap), "group_size": group_size}
-    made |= {"zeros": awq_reference.pack_zeros(zeros.to(device))}
-    return {"words": wide[:, : words.shape[1]]} | made
+    return {
+        "words": awq_reference.pack_words(values.to(device), group_size),
+        "scales": awq_reference.pack_scales(scales.to(device)),
+        "zeros": awq_reference.pack_zeros(zeros.to(device)),
+        "group_size": group_size,
+    }
 
 
 def _make(gated: bool) -> Callable[[Shape, torch.dtype, torch.device, int], Case]:
@@ -51,19 +51,18 @@ def _make_dequantised(shape: Shape, dtype: torch.dtype, device: torch.device, se
 
 
 def _signature(capability: int) -> dict[str, str]:
-    tensors = {"words": torch.int32, "scales": torch.float16, "zeros": torch.int16}
+    tensors = {"words": torch.int32, "scales": torch.int64, "zeros": torch.int16}
     signature = {name: pointer(dtype) for name, dtype in tensors.items()} | {"result": pointer(dtypes_for(capability)[0])}
-    strides = ("words_stride", "scales_stride", "zeros_stride", "result_stride")
-    return signature | dict.fromkeys((*strides, "out_features", "in_features"), "i32")
+    return signature | dict.fromkeys(("result_stride", "out_features", "in_features"), "i32")
 
 
 def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
     def compiles(capability: int) -> tuple[Compile, ...]:
         dtype = dtypes_for(capability)[0]
         signature = _signature(capability) | {"x": pointer(dtype), "parts": pointer(torch.float32)}
-        signature |= {"arrivals": pointer(torch.int32), "x_stride": "i32", "num_tokens": "i32"}
+        signature |= {"arrivals": pointer(torch.int32), "x_stride": "i32", "num_tokens": "i32", "num_rows": "i32"}
         found = []
-        served = ((16, 57344, 8192),) if gated else ((1, 8192, 28672), (64, 57344, 8192))
+        served = ((1, 57344, 8192), (16, 57344, 8192)) if gated else ((1, 8192, 28672), (16, 8192, 8192), (32, 57344, 8192))
         for tokens, outputs, inputs in served if capability >= 80 else ((1, 57344 if gated else 8192, 8192),):
             one = cut(tokens, outputs, inputs, 128, capability)
             compiled = {"GATED": gated, "OPERAND": operand(dtype), "OVERLAP": capability >= OVERLAPS_FROM}
@@ -71,12 +70,13 @@ def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
                 Compile(
                     awq_linear_kernel,
                     signature,
-                    compiled | compiled_in(one, 128),
-                    one.num_warps,
+                    compiled | compiled_in(one, inputs, 128),
+                    NUM_WARPS,
                     one.num_stages,
                     frozenset({"num_tokens"}),
                     f"{tokens} tokens, {outputs} outputs",
-                    may_spill=tokens == 64,  # before sm_90 some addresses, which a larger tile of x would cost more than
+                    may_spill=one.tokens > 8 and capability < 90,  # by Triton 3.9 some 50 bytes, of 255 registers
+                    max_registers=one.registers,
                 )
             )
         return tuple(found)
@@ -107,12 +107,13 @@ SMALL: tuple[Shape, ...] = (
     {"T": 1, "out_features": 3, "in_features": 32, "group": 32},
     {"T": 1, "out_features": 9, "in_features": 640, "group": 128, "gap": 16},
     {"T": 5, "out_features": 130, "in_features": 320, "group": 64},
+    {"T": 12, "out_features": 70, "in_features": 576, "group": 64},
     {"T": 70, "out_features": 20, "in_features": 96, "group": 32, "gap": 8},
 )
 SMALL_WEIGHTS: tuple[Shape, ...] = (
     {"out_features": 0, "in_features": 128, "group": 128},
     {"out_features": 3, "in_features": 32, "group": 32},
-    {"out_features": 17, "in_features": 640, "group": 128, "gap": 16},
+    {"out_features": 17, "in_features": 640, "group": 128},
     {"out_features": 33, "in_features": 320, "group": 64},
 )
 SERVED = ((8192, 28672), (57344, 8192), (10240, 8192), (8192, 8192), (6144, 4096), (4096, 4096), (4096, 14336))

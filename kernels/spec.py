@@ -111,6 +111,8 @@ class Compile:
     """Whether ``a · b + c`` may be one instruction, which rounds once."""
     may_spill: bool = False
     """Whether local memory may be used, which from sm_80 up no kernel should."""
+    max_registers: int | None = None
+    """Of a thread, where the launch says it."""
 
 
 @dataclass(frozen=True)

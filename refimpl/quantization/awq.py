@@ -33,7 +33,7 @@ from refimpl.quantization.method import Destination, Matrix, Rows
 from refimpl.quantization.plain import PLAIN
 
 ROWS_AT_ONCE = 4096
-"""Output channels that are widened together where a CPU widens them for each product."""
+"""Output channels that are widened together where a CPU widens them for each product; whole tiles."""
 
 
 class AwqLinear(nn.Module):
@@ -47,13 +47,14 @@ class AwqLinear(nn.Module):
         super().__init__()
         self.in_features, self.group_size, self.dtype, self.widens = in_features, group_size, dtype, widens
         groups = awq_reference.padded_groups(in_features, group_size)
-        words = torch.empty(out_features, groups * group_size // 8, dtype=torch.int32, device=device)
-        scales = torch.zeros(groups, out_features, dtype=torch.float16, device=device)
+        shape = awq_reference.words_shape(out_features, in_features, group_size)
+        words = torch.zeros(shape, dtype=torch.int32, device=device)
+        scales = awq_reference.pack_scales(torch.zeros(groups, out_features, dtype=torch.float16, device=device))
         zeros = awq_reference.pack_zeros(
             torch.full((groups, out_features), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
         )
         self.words, self.scales, self.zeros = (nn.Parameter(one, requires_grad=False) for one in (words, scales, zeros))
-        self.register_buffer("arrivals", _arrivals(words), persistent=False)
+        self.register_buffer("arrivals", _arrivals(words, out_features), persistent=False)
         """Zeros by which the programs of a kernel find out who is the last."""
         self.wide: Linear | None = None
         """The matrix in ``dtype``, once it is widened."""
@@ -122,25 +123,26 @@ class AwqLinear(nn.Module):
         return F.linear(x, awq_dequantise(*weight, self.in_features, scratch))
 
     def _arrivals_for(self, x: Tensor) -> Tensor | None:
-        from refimpl.kernels.awq_gemm import MOST_IN_A_TILE
+        from refimpl.kernels.awq_gemm import WITH_ARRIVALS
 
-        return self.arrivals if len(x) <= MOST_IN_A_TILE else None
+        return self.arrivals if len(x) <= WITH_ARRIVALS else None
 
     def _widened(self, first: int, dtype: torch.dtype) -> Tensor:
         """Some outputs' weights, from one on, in a dtype."""
         rows = slice(first, first + ROWS_AT_ONCE)
         scales = self.scales[:, rows].to(torch.promote_types(dtype, torch.float32))
-        return awq_reference.dequantise(self.words[rows], scales, self.zeros[:, rows], self.group_size, self.in_features).to(
-            dtype
-        )
+        tiles = slice(first // awq_reference.ROWS_IN_A_TILE, rows.stop // awq_reference.ROWS_IN_A_TILE)
+        return awq_reference.dequantise(
+            self.words[tiles], scales, self.zeros[:, rows], self.group_size, self.in_features
+        ).to(dtype)
 
 
-def _arrivals(words: Tensor) -> Tensor | None:
+def _arrivals(words: Tensor, out_features: int) -> Tensor | None:
     if not by_triton(words):
         return None
     from refimpl.kernels.awq_gemm import num_arrivals
 
-    return words.new_zeros(num_arrivals(len(words)), dtype=torch.int32)
+    return words.new_zeros(num_arrivals(out_features), dtype=torch.int32)
 
 
 def kernel_group(in_features: int, group_size: int) -> int:

@@ -36,8 +36,8 @@ class AwqPart:
         self, words: Tensor, scales: Tensor, zeros: Tensor, first: int, size: int, in_features: int, group_size: int
     ) -> None:
         outputs = slice(first, first + size)
-        self._words, self._scales, self._zeros = words[outputs], scales[:, outputs], zeros[:, outputs]
-        self._in_features, self._group_size, self._size = in_features, group_size, size
+        self._words, self._scales, self._zeros = words, scales[:, outputs], zeros[:, outputs]
+        self._in_features, self._group_size, self._first, self._size = in_features, group_size, first, size
         self._groups = in_features // group_size
 
     @property
@@ -55,8 +55,8 @@ class AwqPart:
         for first in range(0, self._size, ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             values, zeros, scales = quantise_groups(source[rows].to(self.device), self._group_size)
-            self._words[rows] = awq_reference.pack_words(values.T.contiguous(), self._group_size)
-            self._scales[: self._groups, rows] = scales
+            self._put_values(first, values.T)
+            self._scales[:, rows] = self._packed_scales(scales)
             self._zeros[:, rows] = self._packed_zeros(zeros)
 
     def normal_(self, mean: float, std: float, /, *, generator: torch.Generator | None = None) -> None:
@@ -65,11 +65,15 @@ class AwqPart:
         Weights are evenly spread about ``mean`` 0, the only one that there is, with the standard deviation ``std``.
         """
         assert mean == 0
-        self._words.random_(-(2**31), 2**31, generator=generator)
+        for first in range(0, self._size, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, self._size - first)
+            rows = self._words.new_empty(count, *self._words.shape[1:3], self._words.shape[4])
+            rows.random_(-(2**31), 2**31, generator=generator)
+            awq_reference.put_rows(self._words, self._first + first, rows)
         sizes, kind = (self._groups, self._size), torch.uint8
         zeros = torch.randint(7, 9, sizes, dtype=kind, device=self.device, generator=generator)
         self._zeros.copy_(self._packed_zeros(zeros))
-        self._scales[: self._groups].fill_(std / STD_OF_VALUES)
+        self._scales.copy_(self._packed_scales(self._scales.new_full(sizes, std / STD_OF_VALUES)))
 
     def stored(self, config: QuantizationConfig, name: str) -> dict[str, StoredTensor]:
         """The tensors of a checkpoint: values, zero points and scales, and GPTQ's order of inputs.
@@ -126,7 +130,10 @@ class AwqPart:
         source = source.to(self.device)
         for first in range(0, self._size, ROWS_AT_ONCE):
             last = min(first + ROWS_AT_ONCE, self._size)
-            self._words[first:last] = awq_reference.pack_words(unpacked(source, first, last), self._group_size)
+            self._put_values(first, unpacked(source, first, last))
+
+    def _put_values(self, first: int, values: UInt8[Tensor, "R in"]) -> None:
+        awq_reference.put_rows(self._words, self._first + first, awq_reference.row_words(values, self._group_size))
 
     def _take_zeros(self, config: QuantizationConfig, repeats: int, source: Tensor) -> None:
         unpack = unpack_awq if config.method == "awq" else unpack_in_order
@@ -134,14 +141,19 @@ class AwqPart:
         self._zeros.copy_(self._packed_zeros(zeros.repeat_interleave(repeats, 0)))
 
     def _packed_zeros(self, zeros: UInt8[Tensor, "groups R"]) -> Tensor:
-        missing = len(self._scales) - self._groups
-        return awq_reference.pack_zeros(torch.nn.functional.pad(zeros, (0, 0, 0, missing)))
+        return awq_reference.pack_zeros(self._filled_up(zeros))
+
+    def _packed_scales(self, scales: Float[Tensor, "groups R"]) -> Tensor:
+        return awq_reference.pack_scales(self._filled_up(scales))
+
+    def _filled_up(self, groups: Tensor) -> Tensor:
+        return torch.nn.functional.pad(groups, (0, 0, 0, -self._groups % awq_reference.GROUPS_IN_A_CHUNK))
 
     def _take_scales(self, name: str, repeats: int, source: Tensor) -> None:
         check_finite(name, source)
         most = torch.finfo(torch.float16).max
         kept = source.to(self.device).clamp(-most, most).to(torch.float16)
-        self._scales[: self._groups] = kept.repeat_interleave(repeats, 0)
+        self._scales.copy_(self._packed_scales(kept.repeat_interleave(repeats, 0)))
 
 
 def _awq_values(qweight: Tensor, first: int, last: int) -> UInt8[Tensor, "R C"]:

@@ -107,22 +107,43 @@ def test_without_zero_points_a_number_is_taken_from_8():
     assert torch.equal(held(QuantizationConfig("awq", "awq", 64, zero_point=False), tensors, 64, 8, 64), expected)
 
 
-@pytest.mark.parametrize(("group_size", "inputs"), [(32, 32), (32, 288), (64, 256), (128, 640)])
-def test_the_kernels_words_hold_every_number_where_it_is_said_to_be(group_size, inputs):
-    values = numbers(3, inputs)
+@pytest.mark.parametrize(
+    ("group_size", "outputs", "inputs"),
+    [(32, 3, 32), (32, 33, 288), (64, 70, 256), (128, 32, 640), (64, 97, 576), (32, 0, 96)],
+)
+def test_the_kernels_words_hold_every_number_where_it_is_said_to_be(group_size, outputs, inputs):
+    values = numbers(outputs, inputs)
     words = awq_reference.pack_words(values, group_size)
-    assert torch.equal(awq_reference.unpack_words(words, group_size, inputs), values)
-    each = group_size // 2
-    for i in range(0, inputs, 7):
-        chunk, rest = divmod(i, 4 * group_size)
-        group, within = divmod(rest, group_size)
-        c = within // 2
-        place = c // 16 * 16 + c % 4 * 4 + c // 4 % 4  # the squares of 4 × 4 lie transposed
-        assert nibble(words[2, chunk * each + place], group + 4 * (within % 2)) == values[2, i]
+    assert words.shape == awq_reference.words_shape(outputs, inputs, group_size)
+    assert torch.equal(awq_reference.unpack_words(words, group_size, outputs, inputs), values)
+    order = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    for o in range(0, outputs, 11):
+        for i in range(0, inputs, 7):
+            chunk, rest = divmod(i, 4 * group_size)
+            group, within = divmod(rest, group_size)
+            piece, c = divmod(within // 2, 16)
+            word = words[o // 32, chunk, piece, o % 32, order.index(c)]
+            assert nibble(word, group + 4 * (within % 2)) == values[o, i]
+    assert not words[-1:].permute(0, 3, 1, 2, 4).flatten(0, 1)[outputs % 32 or 32 :].any()
+
+
+def test_rows_are_put_into_tiles_wherever_they_begin():
+    values = numbers(90, 96)
+    words = awq_reference.pack_words(torch.zeros_like(values), 32)
+    for first, last in ((20, 53), (0, 20), (53, 90)):
+        awq_reference.put_rows(words, first, awq_reference.row_words(values[first:last], 32))
+    assert torch.equal(words, awq_reference.pack_words(values, 32))
+
+
+def test_zero_points_and_scales_of_a_chunk_lie_together():
     zeros = numbers(8, 7)
     packed = awq_reference.pack_zeros(zeros)
     assert nibble(packed[1, 5], 3) == zeros[7, 5]
     assert torch.equal(awq_reference.unpack_zeros(packed), zeros)
+    scales = torch.rand(8, 7)
+    together = awq_reference.pack_scales(scales)
+    assert together[1, 5].tolist() == scales[4:, 5].tolist()
+    assert torch.equal(awq_reference.unpack_scales(together), scales)
 
 
 @pytest.mark.parametrize("zero_point", [True, False])
