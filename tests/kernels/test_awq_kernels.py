@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from refimpl.kernels import awq_gemm, awq_reference
 from refimpl.kernels.awq_gemm import Cut, awq_gated_linear, awq_linear, cut
@@ -14,7 +15,7 @@ from refimpl.kernels.spec import get
 def test_products_are_the_same_however_they_are_cut_and_operands_lie(monkeypatch, in_pairs, tokens, splits, name):
     spec = get(name)
     shape = {"T": 19, "out_features": 75, "in_features": 1152, "group": 64, "gap": 8}
-    case = spec.make_case(shape, torch.float16, torch.device("cpu"), 3)
+    case = spec.make_case(shape, torch.float16, DEVICE, 3)
     monkeypatch.setattr(awq_gemm, "cut", lambda *sizes: Cut(tokens, in_pairs, 2, splits, None))
     got = spec.launch(**case.inputs, **case.out)
     wide = {key: value.double() if key == "x" else value for key, value in case.inputs.items()}
@@ -36,10 +37,11 @@ def test_programs_fill_the_processors_and_each_keeps_chunks(monkeypatch):
 
 
 def test_weights_of_another_form_are_refused():
-    words = awq_reference.pack_words(torch.zeros(40, 64, dtype=torch.uint8), 32)
-    scales = awq_reference.pack_scales(torch.zeros(4, 40, dtype=torch.float16))
-    zeros = awq_reference.pack_zeros(torch.zeros(4, 40, dtype=torch.uint8))
-    x, result = torch.zeros(1, 64, dtype=torch.float16), torch.empty(1, 40, dtype=torch.float16)
+    words = awq_reference.pack_words(torch.zeros(40, 64, dtype=torch.uint8, device=DEVICE), 32)
+    scales = awq_reference.pack_scales(torch.zeros(4, 40, dtype=torch.float16, device=DEVICE))
+    zeros = awq_reference.pack_zeros(torch.zeros(4, 40, dtype=torch.uint8, device=DEVICE))
+    x = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE)
+    result = x.new_empty(1, 40)
     assert not awq_linear(x, words, scales, zeros, 32, result).any()
     assert not awq_gated_linear(x, words, scales, zeros, 32, result[:, :20]).any()
     with pytest.raises(awq_gemm.RefimplError, match="sizes must be equal"):
