@@ -44,7 +44,9 @@ ROWS = 64
 """Of a weight in a program: two tiles' of 32, with SwiGLU one of gate's and one of up's."""
 NUM_WARPS = 4
 MOST_IN_A_TILE = 32
-"""Tokens."""
+"""Tokens, from sm_90 on."""
+MOST_BEFORE = 16
+"""Tokens in a tile of an older device, where registers are short."""
 WITH_ARRIVALS = 128
 """Tokens for whose tiles a weight keeps zeros to count arrivals by."""
 REGISTERS = {8: 128, 16: 168}
@@ -82,7 +84,7 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
     last wave 0.4 of that, and the rest by how full it is. (Chooses the faster of every pair that was measured, or one within
     3% of it: 4 and 8 splits, and for SwiGLU 1 and 2, of Llama-3-70B's matrices.)
     """
-    tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE if capability >= 90 else 16)
+    tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE if capability >= 90 else MOST_BEFORE)
     in_pairs = ALL_IN_PAIRS or (capability // 10 == 9 and tokens > 16)
     registers = REGISTERS.get(tokens) if capability >= 90 and not in_pairs else None
     at_once = PROCESSORS * (65536 // (32 * NUM_WARPS * (registers or 255)))
@@ -276,7 +278,7 @@ def awq_gated_linear(
 
 def num_arrivals(num_rows: int, num_tokens: int = WITH_ARRIVALS) -> int:
     """How many tiles of outputs there are for so many tokens, or fewer."""
-    return int(triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, MOST_IN_A_TILE))
+    return int(triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, MOST_BEFORE))
 
 
 def check_weights(words: Tensor, scales: Tensor, zeros: Tensor, group_size: int, in_features: int) -> None:

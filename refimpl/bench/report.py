@@ -165,7 +165,9 @@ def _throughput(result: dict[str, Any]) -> str:
 
 def _latency(result: dict[str, Any]) -> str:
     head = "| time to the first token | engine | ms, median (range) | refimpl over it |\n|---|---|---|---|\n"
-    return head + _sides(result, "seconds", lambda seconds: f"{1e3 * seconds:,.{0 if seconds > 0.1 else 1}f}") + caption(result)
+    return (
+        head + _sides(result, "seconds", lambda seconds: f"{1e3 * seconds:,.{0 if seconds > 0.1 else 1}f}") + caption(result)
+    )
 
 
 def _sides(result: dict[str, Any], figure: str, show: Callable[[float], str]) -> str:

@@ -48,3 +48,10 @@ def test_weights_of_another_form_are_refused():
         awq_linear(x, words[:1], scales, zeros, 32, result)
     with pytest.raises(awq_gemm.RefimplError, match="words are not in one piece"):
         awq_linear(x, words.transpose(3, 4).contiguous().transpose(3, 4), scales, zeros, 32, result)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 100])
+def test_a_weight_keeps_an_arrival_for_every_tile_that_its_kernel_serves(capability):
+    for T in (1, 8, 16, 17, 64, 100, awq_gemm.WITH_ARRIVALS):
+        assert -(-T // cut(T, 100, 512, 128, capability).tokens) * 2 <= awq_gemm.num_arrivals(100)
+    assert awq_reference.most_tokens(capability) <= awq_gemm.WITH_ARRIVALS
