@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 
+import httpx
 from counts import SAID
 from server_support import LiveServer, Raw, events, request_bytes, until
 
@@ -34,21 +35,28 @@ BAD = [b"{", b'{"prompt": 5}', b'{"prompt": "x", "n": 0}', b'{"prompt": "\xff"}'
 
 
 class Worker(threading.Thread):
+    """Asks by a client of its own: of one that is shared, a thread may close a connection that another was just given."""
+
     def __init__(self, server, seed, end):
         super().__init__()
         self.server, self.chosen, self.end_time = server, random.Random(seed), end
         self.counts = Counter()
 
     def run(self):
-        while time.monotonic() < self.end_time:
-            self.counts["sent"] += 1
-            self.counts[self.chosen.choice([self.whole, self.stream, self.stream, self.bad, self.leave, self.abort])()] += 1
+        with httpx.Client(base_url=self.server.url, timeout=60, trust_env=False) as self.http:
+            while time.monotonic() < self.end_time:
+                self.counts["sent"] += 1
+                does = self.chosen.choice([self.whole, self.stream, self.stream, self.bad, self.leave, self.abort])
+                self.counts[does()] += 1
+
+    def complete(self, **body):
+        return self.http.post("/v1/completions", json={"model": "tiny", **body})
 
     def whole(self):
-        return self.told(self.server.complete(**good(self.chosen)))
+        return self.told(self.complete(**good(self.chosen)))
 
     def stream(self):
-        reply = self.server.complete(**good(self.chosen), stream=True)
+        reply = self.complete(**good(self.chosen), stream=True)
         if reply.status_code == 200:
             last = events(reply.text)
             assert last[-1] == "[DONE]"
@@ -64,7 +72,7 @@ class Worker(threading.Thread):
 
     def bad(self):
         headers = {"Content-Type": "application/json"}
-        reply = self.server.http.post("/v1/completions", content=self.chosen.choice(BAD), headers=headers)
+        reply = self.http.post("/v1/completions", content=self.chosen.choice(BAD), headers=headers)
         assert reply.status_code == 400, reply.text
         return "refused"
 
