@@ -14,6 +14,7 @@ from refimpl.bench import (
     batching,
     beam,
     claims,
+    claims_page,
     latency,
     memory,
     offline,
@@ -47,19 +48,21 @@ def test_the_readme_shows_the_kept_results():
 
 
 def test_the_claims_page_is_the_kept_results():
-    assert (ROOT / "notebooks/CLAIMS.md").read_text(encoding="utf-8") == claims.render_claims(), "run refimpl bench report"
+    assert (ROOT / "notebooks/CLAIMS.md").read_text(encoding="utf-8") == claims_page.render_claims(), (
+        "run refimpl bench report"
+    )
 
 
 def test_a_claim_is_never_said_without_its_result(monkeypatch):
-    monkeypatch.setattr(claims, "newest_results", dict)
+    monkeypatch.setattr(claims_page, "newest_results", dict)
     with pytest.raises(RefimplError, match="no result file for 'recompute'; run refimpl bench recompute"):
-        claims.render_claims()
+        claims_page.render_claims()
 
 
 def test_the_arithmetic_of_the_claims_page_is_right():
     assert claims.TOKEN == 2 * 80 * 8 * 128 * 2
     assert claims.LLAMA_3_70B.num_parameters == 70_553_706_496
-    page = claims.render_claims()
+    page = claims_page.render_claims()
     for figure in (
         "1.342 GB (1.25 GiB)",
         "134 GB",

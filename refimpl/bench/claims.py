@@ -1,20 +1,17 @@
-"""The claims page: what a widely read article says makes inference fast, what we measured, and whether it holds.
+"""The rows of the claims page: what a widely read article says makes inference fast, what we measured, and whether it holds.
 
-``refimpl bench report`` writes it from the result files that are kept in the package. A row is a :class:`Claim`; its figure
-is read from a result, or is arithmetic over a model's shape. Where a row names a setting, it is the benchmark's default.
+A row is a :class:`Claim`; its figure is read from a result, or is arithmetic over a model's shape. Where a row names a
+setting, it is the benchmark's default. :mod:`refimpl.bench.claims_page` writes the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from refimpl.attention.tiles import bytes_asked_for, bytes_standard, prefill_walks
-from refimpl.bench.report import caption, newest_results
 from refimpl.config import GIB, EngineArgs
-from refimpl.errors import RefimplError
 from refimpl.simulate import Deployment
 from refimpl.simulate.models import LLAMA_3_8B, LLAMA_3_70B
 from refimpl.speculative.law import best_num_drafts, most_draft_cost, speedup
@@ -305,50 +302,3 @@ CLAIMS = [
     Claim("speculative decoding", "the same, measured", "speculation_shape", _drafts_measured, if_measured=True),
     Claim("speculative decoding", "Under 60% acceptance it never pays", None, _under_60),
 ]
-
-_HEAD = """# The claims, measured
-
-A widely read article, "LLM Inference Optimization: KV-Cache, PagedAttention, and GPU Memory Efficiency", tells engineers
-what makes inference fast. Here is each claim that refimpl has measured or worked out so far, in our words. `refimpl bench
-report` writes this page from the result files in `refimpl/bench/results`; a test holds them equal.
-
-| idea | the claim | our figure | verdict | command |
-|---|---|---|---|---|
-"""
-
-
-def render_claims() -> str:
-    """The page as Markdown.
-
-    Raises:
-        RefimplError: a claim's topic has no result file.
-
-    """
-    results = newest_results()
-    rows, captions = [], {}
-    for claim in CLAIMS:
-        measured: dict[str, Any] = {}
-        command = "arithmetic"
-        if claim.if_measured and claim.topic not in results:
-            continue
-        if claim.topic is not None:
-            if claim.topic not in results:
-                raise RefimplError(f"no result file for {claim.topic!r}; run refimpl bench {claim.topic} --save FOLDER")
-            result = results[claim.topic][0]
-            measured, command = result["results"], f"`refimpl bench {claim.topic.replace('_', '-')}`"
-            captions[claim.topic] = caption(result).strip()
-        rows.append("| " + " | ".join((claim.idea, claim.text, *claim.judge(measured), command)) + " |")
-    settings = "\n".join(f"- {name}: {text}" for name, text in captions.items())
-    return _HEAD + "\n".join(rows) + "\n\nThe settings of what was measured:\n\n" + settings + "\n"
-
-
-def write_claims(path: Path) -> bool:
-    """Write the page; whether anything changed."""
-    try:
-        before = path.read_text(encoding="utf-8") if path.exists() else None
-        after = render_claims()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(after, encoding="utf-8")
-    except OSError as error:
-        raise RefimplError(f"{path} cannot be written: {error}") from error
-    return before != after

@@ -292,7 +292,7 @@ def report(
     claims: Annotated[Path, typer.Option(help="The claims page, which is written anew.")] = Path("notebooks/CLAIMS.md"),
 ) -> None:
     """Render the README's tables and the claims page from the result files that are kept in the package."""
-    from refimpl.bench.claims import write_claims
+    from refimpl.bench.claims_page import write_claims
     from refimpl.bench.report import render_file
 
     for path, changed in ((readme, render_file(readme)), (claims, write_claims(claims))):
