@@ -29,7 +29,7 @@ ONE_OF = {
 }
 """Options that are one of a few names."""
 QUANTIZATIONS = ("awq", "fp8", "gptq")
-ATTENTION_BACKENDS = ("auto", "torch", "triton", "flash_attn")
+ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,9 @@ class EngineArgs:
     )
     gpu_memory_utilization: float = _option(0.9, "Share of a GPU's memory for weights, activations and cache.")
     cpu_kvcache_space: float | None = _option(None, "GiB of KV cache on a CPU; default: min(4, a quarter of what is free).")
-    attention_backend: Any = _option("auto", "auto, torch, triton or flash_attn; in Python also an AttentionBackend object.")
+    attention_backend: Any = _option(
+        "auto", "auto, torch, native, triton or flash_attn; in Python also an AttentionBackend object."
+    )
     enforce_eager: bool = _option(False, "Start every kernel of a decode step on its own, without CUDA graphs.")
     speculative_config: Any = _option(
         None,

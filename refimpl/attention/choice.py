@@ -10,8 +10,10 @@ import torch
 
 from refimpl.attention.backend import LEAST_FOR_PREFILL, AttentionBackend
 from refimpl.attention.checked import CheckedBackend
+from refimpl.attention.native_paged import NativePagedAttention
 from refimpl.attention.torch_paged import TorchPagedAttention
 from refimpl.errors import ConfigError
+from refimpl.kernels import native
 from refimpl.kernels.spec import TARGETS
 
 
@@ -49,7 +51,9 @@ def backend_choice(backend: Any, setting: Setting) -> BackendChoice:
     if backend != "auto":
         return BackendChoice(backend, "as asked for")
     if setting.device.type != "cuda":
-        return BackendChoice("torch", "on a CPU torch's operations are the fastest")
+        if native.obstacle_for(setting.dtype):
+            return BackendChoice("torch", native.without(setting.dtype))
+        return BackendChoice("native", native.WHY)
     obstacle = triton_obstacle(setting)
     if obstacle:
         return BackendChoice("torch", obstacle)
@@ -113,4 +117,11 @@ def choose_backend(backend: Any, setting: Setting) -> AttentionBackend:
         from refimpl.attention.triton_paged import TritonPagedAttention
 
         return TritonPagedAttention(setting.head_dim**-0.5, setting.device)
+    if name == "native":
+        missing = (
+            native.obstacle_for(setting.dtype) if setting.device.type == "cpu" else "it is a CPU's, and the device is a GPU"
+        )
+        if missing:
+            raise ConfigError(f"attention_backend is 'native', but {missing}; use attention_backend='auto'")
+        return NativePagedAttention(softmax_scale=setting.head_dim**-0.5)
     return TorchPagedAttention(softmax_scale=setting.head_dim**-0.5)

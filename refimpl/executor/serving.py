@@ -10,6 +10,7 @@ from refimpl.attention.backend import RecordsPrompts
 from refimpl.config import EngineArgs
 from refimpl.executor.cuda_graphs import graph_sizes
 from refimpl.executor.mixed_graphs import mixed_sizes, recorded_sets
+from refimpl.kernels import native
 from refimpl.kernels.awq_reference import most_tokens
 from refimpl.kernels.by_triton import obstacle
 
@@ -31,7 +32,7 @@ def who_serves(args: EngineArgs, setting: Setting, quantization: str | None = No
     by, why = ("torch", rest) if rest else ("Triton kernels", f"sm_{setting.capability}")
     return [
         *_attention(args.attention_backend, setting),
-        Served("norms, rotary embedding, SwiGLU", by, why),
+        _between_products(setting, by, why),
         Served("sampling", by, why),
         *_quantised(quantization or args.quantization, setting, rest),
         *_graphs(args.attention_backend, setting, args.enforce_eager, args.step_limits()),
@@ -84,6 +85,12 @@ def compiles_kernels(attention_backend: Any, setting: Setting) -> bool:
 
 def _attention(attention_backend: Any, setting: Setting) -> list[Served]:
     name, why = backend_choice(attention_backend, setting)
+    if name == "native" and isinstance(attention_backend, str):
+        prompts = "prompts multiply large matrices"
+        return [
+            Served("decode attention", "compiled operations", native.WHY),
+            Served("prefill attention", "torch, on gathered pages", prompts),
+        ]
     if name != "triton" or not isinstance(attention_backend, str):
         kind = "torch, on gathered pages" if name == "torch" else name
         return [Served("decode attention", kind, why), Served("prefill attention", kind, why)]
@@ -104,6 +111,16 @@ def _attention(attention_backend: Any, setting: Setting) -> list[Served]:
         Served("decode attention", "kernel paged_attention", f"{lacking}; by vector arithmetic"),
         Served("prefill attention", "torch, on gathered pages", lacking),
     ]
+
+
+def _between_products(setting: Setting, by: str, why: str) -> Served:
+    """Norms and what else lies between products: on a CPU with a compiler by operations of its own."""
+    operation = "norms, rotary embedding, SwiGLU"
+    if setting.device.type != "cpu":
+        return Served(operation, by, why)
+    if native.obstacle_for(setting.dtype):
+        return Served(operation, "torch", native.without(setting.dtype))
+    return Served(operation, "compiled operations", native.WHY)
 
 
 def _graphs(

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from refimpl.kernels.by_triton import by_triton
+from refimpl.kernels.native import by_native, function
 from refimpl.layers.linear import new_bias
 from refimpl.quantization.method import Destination, LinearMethod, Rows
 from refimpl.ranks import ALONE, Ranks
@@ -63,4 +64,8 @@ def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
 
         return kernel.silu_mul(gate_up)
     size = gate_up.shape[-1] // 2
+    if by_native(gate_up):
+        product = gate_up.new_empty(len(gate_up), size)
+        function("silu_mul", gate_up.dtype)(len(gate_up), size, gate_up.data_ptr(), product.data_ptr())
+        return product
     return F.silu(gate_up[:, :size]).mul_(gate_up[:, size:])

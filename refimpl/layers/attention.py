@@ -100,6 +100,11 @@ class Attention(nn.Module):
             parts = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             query: Tensor = fused(layer_kv, *parts, rotation.positions, rotation.cos, rotation.sin)
             return query
+        whole = getattr(attention, "turn_and_write_heads", None)
+        if whole is not None and isinstance(rotation, Rotation):
+            turned_query: Tensor | None = whole(layer_kv, heads, self.num_heads, rotation.cos, rotation.signed_sin)
+            if turned_query is not None:
+                return turned_query
         num_turning = self.num_heads + self.num_kv_heads
         stored = layer_kv.k.dtype
         turned = rotate(heads[:, :num_turning], rotation).to(stored)

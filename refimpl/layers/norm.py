@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from refimpl.kernels.by_triton import by_triton
+from refimpl.kernels.native import by_native, function
 
 
 class RMSNorm(nn.Module):
@@ -32,6 +33,12 @@ class RMSNorm(nn.Module):
         """
         if by_triton(x):
             return self._by_triton(x, residual)
+        if residual is not None and residual.dtype == torch.float32 and by_native(x, residual, self.weight):
+            normed = torch.empty_like(residual)
+            function("add_rms_norm", x.dtype)(
+                *residual.shape, x.data_ptr(), residual.data_ptr(), self.weight.data_ptr(), self.eps, normed.data_ptr()
+            )
+            return normed, residual
         summed = x if residual is None else residual.add_(x)
         return self.plainly(summed), summed
 

@@ -14,6 +14,7 @@ from refimpl.attention import (
 )
 from refimpl.errors import ConfigError
 from refimpl.executor.serving import who_serves
+from refimpl.kernels import native
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = ["Hello", "A longer prompt, of more than one block of the cache"]
@@ -53,7 +54,9 @@ def test_an_object_computes_every_layer_of_every_step():
     "wrong", ["flash", "", None, 3, Own, object(), type("Unnamed", (), {"begin_step": print})(), torch.zeros(2), ["torch"]]
 )
 def test_what_is_no_backend_is_refused_at_construction(wrong):
-    said = r"attention_backend is .*; it must be one of auto, torch, triton, flash_attn, or an object \(not a class\) with "
+    said = (
+        r"attention_backend is .*; it must be one of auto, torch, native, triton, flash_attn, or an object \(not a class\) "
+    )
     with pytest.raises(ConfigError, match=said):
         EngineArgs(model="tiny", attention_backend=wrong)
 
@@ -98,7 +101,7 @@ def test_a_wrong_answer_ends_the_request_with_a_sentence_and_the_engine_goes_on(
 
 
 def test_names_choose_the_backend_of_refimpl():
-    assert {choose_backend(name, Setting(16)).name for name in ("auto", "torch")} == {"torch"}
+    assert {choose_backend(name, Setting(16, dtype=torch.float64)).name for name in ("auto", "torch")} == {"torch"}
     assert choose_backend(Own(), Setting(16)).name == "own"
 
 
@@ -136,8 +139,15 @@ def test_auto_chooses_by_device_dtype_and_sizes(gpu, capability, options, name, 
     assert reason in choice.reason
 
 
-def test_auto_on_a_cpu_is_torch_whether_kernels_are_interpreted_or_not():
-    assert backend_choice("auto", Setting(64)) == ("torch", "on a CPU torch's operations are the fastest")
+def test_auto_on_a_cpu_is_compiled_where_there_is_a_compiler_else_torch(monkeypatch):
+    monkeypatch.setattr(native, "_made", lambda: (object(), ""))
+    assert backend_choice("auto", Setting(64)) == ("native", native.WHY)
+    told = "on a CPU, and the compiled operations know float32 and bfloat16"
+    assert backend_choice("auto", Setting(64, dtype=torch.float64)) == ("torch", told)
+    monkeypatch.setattr(native, "_made", lambda: (None, "there is no C++ compiler"))
+    assert backend_choice("auto", Setting(64)) == ("torch", "on a CPU, and there is no C++ compiler")
+    with pytest.raises(ConfigError, match=r"'native', but there is no C\+\+ compiler; use attention_backend='auto'"):
+        choose_backend("native", Setting(64))
 
 
 def test_auto_without_triton_is_torch(gpu, monkeypatch):
@@ -167,15 +177,17 @@ def test_triton_on_a_cpu_wants_the_interpreter(monkeypatch):
         choose_backend("triton", Setting(64))
 
 
-def test_the_choice_is_told_once(caplog):
+def test_the_choice_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(native, "_made", lambda: (None, "there is no C++ compiler"))
     with caplog.at_level("INFO", logger="refimpl"), LLM("tiny", device="cpu"):
         pass
     told = [record.getMessage() for record in caplog.records if "attention" in record.getMessage()]
-    why = "on a CPU torch's operations are the fastest"
+    why, sampling = "on a CPU, and there is no C++ compiler", "on a CPU torch's operations are the fastest"
     [line] = told
     assert line.split(": ", 1)[1] == (
-        f"decode attention, prefill attention: torch, on gathered pages ({why}); norms, rotary embedding, SwiGLU, sampling: "
-        f"torch ({why}); steps of decodes, steps with prompts: kernel by kernel, no CUDA graphs (the device is a CPU)"
+        f"decode attention, prefill attention: torch, on gathered pages ({why}); norms, rotary embedding, SwiGLU: "
+        f"torch ({why}); sampling: torch ({sampling}); "
+        f"steps of decodes, steps with prompts: kernel by kernel, no CUDA graphs (the device is a CPU)"
     )
 
 

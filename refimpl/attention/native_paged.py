@@ -1,0 +1,82 @@
+"""On a CPU with a C++ compiler: steps of decodes alone read keys and values where they lie, page by page.
+
+What :mod:`refimpl.attention.torch_paged` gathers first. Queries and keys are turned on their way to the cache, in one pass.
+Steps with prompts, and dtypes that differ from the cache's, are torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from refimpl.attention.backend import AttentionMetadata
+from refimpl.attention.torch_paged import TorchPagedAttention, TorchPagedStep
+from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels.native import by_native, function
+
+
+class NativePagedStep(TorchPagedStep):
+    """One step's lengths and tables, as the compiled operations read them."""
+
+    def __init__(self, metadata: AttentionMetadata, softmax_scale: float, scratch: list[Tensor | None]) -> None:
+        super().__init__(metadata, softmax_scale, scratch)
+        self._decodes = metadata.max_seqlen_q == 1
+        self._slots = metadata.slot_mapping.long().contiguous()
+        self._table = metadata.block_table.long().contiguous()
+        self._contexts: Int64[Tensor, "S"] = metadata.seqused_k.long()
+        self._threads = torch.get_num_threads()
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def turn_and_write_heads(
+        self,
+        layer_kv: LayerKV,
+        heads: Float[Tensor, "T heads D"],
+        num_heads: int,
+        cos: Float[Tensor, "T 1 1 half"],
+        signed_sin: Float[Tensor, "T 1 2 half"],
+    ) -> Float[Tensor, "T Hq D"] | None:
+        """Turn queries and keys, store keys and values; gives the queries. None, and nothing done, where torch is to.
+
+        Mutates ``layer_kv``.
+        """
+        if heads.dtype != layer_kv.k.dtype or not by_native(heads) or layer_kv.k.stride()[-2:] != (heads.shape[2], 1):
+            return None
+        if self._angles is None:
+            self._angles = cos.float().contiguous(), signed_sin.float().contiguous()
+        tokens, _, head_dim = heads.shape
+        query = heads.new_empty(tokens, num_heads, head_dim)
+        keys, values = layer_kv.k, layer_kv.v
+        function("turn_and_write", heads.dtype)(
+            tokens, num_heads, keys.shape[2], head_dim, keys.shape[1], heads.data_ptr(),
+            self._angles[0].data_ptr(), self._angles[1].data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            keys.stride(0), keys.stride(1), self._slots.data_ptr(),
+        )  # fmt: skip
+        return query
+
+    def attend(
+        self, layer_kv: LayerKV, query: Float[Tensor, "T Hq D"], window: int | None = None
+    ) -> Float[Tensor, "T Hq D"]:
+        """Attention of each new token over its sequence's tokens up to itself, or over the last ``window`` of them."""
+        keys, values = layer_kv.k, layer_kv.v
+        served = self._decodes and query.dtype == keys.dtype and keys.stride()[-2:] == (query.shape[2], 1)
+        if not served or not by_native(query):
+            return super().attend(layer_kv, query, window)
+        (S, Hq, D), Hkv = query.shape, keys.shape[2]
+        output = torch.empty_like(query)
+        function("decode", query.dtype)(
+            S, Hkv, Hq // Hkv, D, keys.shape[1], window or 0, self._scale, self._threads,
+            query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1),
+            self._table.data_ptr(), self._table.stride(0), self._contexts.data_ptr(), output.data_ptr(),
+        )  # fmt: skip
+        return output
+
+
+class NativePagedAttention(TorchPagedAttention):
+    """The backend of a CPU that has a compiler."""
+
+    name = "native"
+
+    def begin_step(self, metadata: AttentionMetadata) -> NativePagedStep:
+        """Read a step's lengths and tables."""
+        return NativePagedStep(metadata, self._scale, self._scratch)

@@ -1,0 +1,94 @@
+"""The compiled operations of a CPU beside torch's, which are tested against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from refimpl.attention.backend import AttentionMetadata
+from refimpl.attention.native_paged import NativePagedAttention
+from refimpl.attention.torch_paged import TorchPagedAttention
+from refimpl.cache.kv_cache import LayerKV
+from refimpl.kernels import native
+from refimpl.layers.activation import silu_mul
+from refimpl.layers.norm import RMSNorm
+from refimpl.layers.rotary import Rotation, rotate
+
+needs_compiler = pytest.mark.skipif(bool(native.obstacle()), reason=native.obstacle())
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
+BOTH = pytest.mark.parametrize("dtype", list(BOUND))
+CONTEXTS = [1, 16, 17, 90]
+D, HKV, G, BLOCK = 24, 2, 3, 16
+
+
+def close(found, wanted, dtype):
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=BOUND[dtype], atol=BOUND[dtype])
+
+
+def decodes(dtype):
+    """A cache whose unwritten slots are NaN, and the step of one token more for each context."""
+    tables = torch.tensor([[6 * s + b + 1 for b in range(6)] for s in range(len(CONTEXTS))]).flip(1)
+    shape = (25, BLOCK, HKV, D)
+    layer = LayerKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+    for table, context in zip(tables, CONTEXTS, strict=True):
+        for place in range(context):
+            for pages in (layer.k, layer.v):
+                pages[table[place // BLOCK], place % BLOCK] = torch.randn(HKV, D).to(dtype)
+    slots = torch.tensor([int(t[(c - 1) // BLOCK]) * BLOCK + (c - 1) % BLOCK for t, c in zip(tables, CONTEXTS, strict=True)])
+    return layer, AttentionMetadata.of([1] * len(CONTEXTS), CONTEXTS, BLOCK, tables, slots)
+
+
+@needs_compiler
+@BOTH
+@pytest.mark.parametrize("window", [None, 1, 20, 64])
+def test_decodes_attend_as_torchs_do_and_read_no_slot_beyond_a_context(dtype, window):
+    layer, metadata = decodes(dtype)
+    query = torch.randn(len(CONTEXTS), HKV * G, D).to(dtype)
+    found, wanted = (
+        backend(D**-0.5).begin_step(metadata).attend(layer, query, window)
+        for backend in (NativePagedAttention, TorchPagedAttention)
+    )
+    assert found.isfinite().all()
+    close(found, wanted, dtype)
+
+
+@needs_compiler
+@BOTH
+def test_queries_and_keys_are_turned_and_stored_as_torchs_are(dtype):
+    layer, metadata = decodes(dtype)
+    other = LayerKV(layer.k.clone(), layer.v.clone())
+    heads = torch.randn(len(CONTEXTS), HKV * (G + 2), D).to(dtype)
+    angles = torch.randn(len(CONTEXTS), D // 2)
+    sin = torch.stack((-angles.sin(), angles.sin()), dim=1).unsqueeze(1)
+    rotation = Rotation(angles.cos()[:, None, None], sin)
+    step = NativePagedAttention(D**-0.5).begin_step(metadata)
+    query = step.turn_and_write_heads(layer, heads, HKV * G, rotation.cos, rotation.signed_sin)
+    turned = rotate(heads[:, : HKV * (G + 1)].float(), rotation).to(dtype)
+    plain = TorchPagedAttention(D**-0.5).begin_step(metadata)
+    plain.write(other, turned[:, HKV * G :], heads[:, HKV * (G + 1) :])
+    close(query, turned[:, : HKV * G], dtype)
+    for found, wanted in ((layer.k, other.k), (layer.v, other.v)):
+        close(found.nan_to_num(7), wanted.nan_to_num(7), dtype)
+
+
+@needs_compiler
+@BOTH
+def test_norms_and_swiglu_are_torchs(dtype):
+    x, residual = torch.randn(3, 40).to(dtype), torch.randn(3, 40)
+    norm = RMSNorm(40, 1e-5, torch.float32, torch.device("cpu"))
+    torch.nn.init.normal_(norm.weight)
+    summed = residual + x.float()
+    normed, kept = norm(x, residual.clone())
+    close(kept, summed, torch.float32)
+    close(normed, norm.plainly(summed), torch.float32)
+    gate_up = torch.cat((torch.linspace(-200, 200, 41), torch.randn(41)))[None].to(dtype)
+    close(silu_mul(gate_up), torch.nn.functional.silu(gate_up[:, :41].float()) * gate_up[:, 41:].float(), dtype)
+    assert silu_mul(torch.full((1, 4), torch.nan, dtype=dtype)).isnan().all()
+
+
+@needs_compiler
+def test_what_is_trained_is_torchs():
+    gate_up = torch.randn(2, 8, requires_grad=True)
+    assert not native.by_native(gate_up)
+    silu_mul(gate_up).sum().backward()
+    assert gate_up.grad is not None
