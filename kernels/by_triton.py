@@ -1,4 +1,5 @@
-"""Which operations run by refimpl's Triton kernels: all that have one, on a GPU. Elsewhere they are plain torch.
+"""Which operations run by refimpl's Triton kernels: all that have one, on a GPU. Elsewhere they are plain torch,
+or on a CPU the few operations of :mod:`refimpl.kernels.native`.
 
 Who has a kernel and plain torch to choose from asks :func:`by_triton` of the tensor in hand, so the same model runs on any
 device. float64 is torch's everywhere.

@@ -98,7 +98,8 @@ def _compiled(compiler: str) -> Path:
     cpu = Path("/proc/cpuinfo")
     flags = next((line for line in cpu.read_text().splitlines() if line.startswith("flags")), "") if cpu.exists() else ""
     key = hashlib.sha256("\n".join((SOURCE.read_text(), *FLAGS, compiler, flags, torch.__version__)).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "refimpl"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("REFIMPL_CACHE") or caches / "refimpl").expanduser()
     target = folder / f"between_products-{key[:16]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
