@@ -33,8 +33,11 @@ SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 def by_native(*tensors: Tensor) -> bool:
     """Whether tensors are where these operations serve: on a CPU, whole, in float32 or bfloat16; and there is a library.
 
-    They have no backward pass: what is trained is plain torch.
+    They have no backward pass: what is trained is plain torch. So is what a ``TorchDispatchMode`` watches, a counter of
+    floating-point operations for one, which would see nothing of them.
     """
+    if torch._C._len_torch_dispatch_stack():
+        return False
     here = all(x.device.type == "cpu" and x.dtype in SUFFIXES and x.is_contiguous() and not x.requires_grad for x in tensors)
     return here and library() is not None
 

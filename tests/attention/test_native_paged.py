@@ -8,6 +8,7 @@ import torch
 from refimpl.attention.backend import AttentionMetadata
 from refimpl.attention.native_paged import NativePagedAttention
 from refimpl.attention.torch_paged import TorchPagedAttention
+from refimpl.bench.flops import flop_counter
 from refimpl.cache.kv_cache import LayerKV
 from refimpl.kernels import native
 from refimpl.layers.activation import silu_mul
@@ -92,3 +93,12 @@ def test_what_is_trained_is_torchs():
     assert not native.by_native(gate_up)
     silu_mul(gate_up).sum().backward()
     assert gate_up.grad is not None
+
+
+@needs_compiler
+def test_what_counts_torchs_operations_sees_them_all():
+    layer, metadata = decodes(torch.float32)
+    query = torch.randn(len(CONTEXTS), HKV * G, D)
+    with flop_counter() as counter:
+        NativePagedAttention(D**-0.5).begin_step(metadata).attend(layer, query)
+    assert counter.get_total_flops() >= 4 * HKV * G * D * sum(CONTEXTS), "scores and sums, and what torch pads"
