@@ -27,6 +27,8 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     """Acceptance of the first, second, … drafted token, given those before it."""
 
     temperature: float
+    prompts: str = "own"
+    """Of which kind they were: the target's own, question or code."""
     by_position: list[float]
     outside_loops: list[float]
     """The same over tokens that stand in no loop."""
@@ -47,7 +49,12 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 @torch.no_grad()
 def measure_acceptance(
-    target: LlamaForCausalLM, drafter: Drafter, batches: Iterable[Batch], temperature: float, positions: int
+    target: LlamaForCausalLM,
+    drafter: Drafter,
+    batches: Iterable[Batch],
+    temperature: float,
+    positions: int,
+    prompts: str = "own",
 ) -> Acceptance:
     """Acceptance over the answers of texts that the target drew at this temperature."""
     device = target.embed_tokens.device
@@ -72,6 +79,7 @@ def measure_acceptance(
                 tokens, loops = tokens + len(in_loop), loops + int(in_loop.sum())
     return Acceptance(
         temperature=temperature,
+        prompts=prompts,
         by_position=(accepted.sum(0) / reached.sum(0).clamp(min=1e-12)).tolist(),
         outside_loops=(accepted[0] / reached[0].clamp(min=1e-12)).tolist(),
         share_of_loops=loops / max(1, tokens),

@@ -33,6 +33,7 @@ def _train(
     max_tokens: Annotated[int, typer.Option(help="The longest chat.")] = 512,
     seed: Annotated[int, typer.Option(help="Of text, weights and order; what is held out has the next one.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps of training.")] = 2000,
+    max_seconds: Annotated[float | None, typer.Option(help="After which training ends, however many steps it made.")] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a step's texts, with padding.")] = 16_384,
     learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1e-3,
     temperature: Annotated[float, typer.Option(help="At which the drafter is to be close to the target.")] = 0.7,
@@ -51,9 +52,9 @@ def _train(
 
     options = TrainOptions(
         kind=kind, tokens=tokens, held_out=held_out, max_tokens=max_tokens, seed=seed, steps=steps,
-        batch_tokens=batch_tokens, learning_rate=learning_rate, temperature=temperature, draft_vocab_size=draft_vocab_size,
-        attends=_layers(attends), intermediate_size=intermediate_size, draft_steps=draft_steps, hidden_size=hidden_size,
-        layers=layers,
+        batch_tokens=batch_tokens, max_seconds=max_seconds, learning_rate=learning_rate, temperature=temperature,
+        draft_vocab_size=draft_vocab_size, attends=_layers(attends), intermediate_size=intermediate_size,
+        draft_steps=draft_steps, hidden_size=hidden_size, layers=layers,
     )  # fmt: skip
     command = shlex.join(["refimpl", *sys.argv[1:]])
     report = Training(target, out, options, engine_options, command=command, show_progress=sys.stderr.isatty()).run()
@@ -64,6 +65,31 @@ def _train(
     )
 
 
+def _write(
+    *,
+    target: Annotated[str, typer.Option(help="The model that writes, as --model takes it.")] = "smollm2",
+    out: Annotated[Path, typer.Option(help="The folder of the drafter that will be trained on it.")],
+    part: Annotated[int, typer.Option(help="Which chats of the training text: the first ones, the next, …, from 0.")] = 0,
+    chats: Annotated[int, typer.Option(help="Chats of a part.")] = 4096,
+    held_out: Annotated[
+        int, typer.Option(help="Write so many chats of each kind that is held out, in place of a part.")
+    ] = 0,
+    max_tokens: Annotated[int, typer.Option(help="The longest chat.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the text, as training has it.")] = 0,
+    engine_options: dict[str, Any],
+) -> None:
+    """Write text for `refimpl speculate train` beforehand: several processes at once, where one leaves a device idle."""
+    from refimpl.speculate.text_plan import write_held_out, write_part
+
+    options = {**engine_options, "max_model_len": max_tokens}
+    if held_out:
+        written = write_held_out(target, out, seed + 1, max_tokens, held_out, options)
+    else:
+        written = write_part(target, out, seed, max_tokens, range(part * chats, (part + 1) * chats), options)
+    typer.echo(f"{written:,} tokens of answers")
+
+
+speculate.command("write")(with_engine_options(_write, but=NOT_OF_TRAINING))
 speculate.command("train")(with_engine_options(_train, but=NOT_OF_TRAINING))
 speculate.command("profile")(with_engine_options(profile))
 

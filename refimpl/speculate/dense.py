@@ -1,4 +1,6 @@
-"""The target over whole texts at once, without a cache: hidden states and keys for training a drafter, made as needed.
+"""The target over whole texts at once, without a cache: hidden states and keys for training a drafter.
+
+They are made once for all texts where there is memory to keep them (:class:`KeptStates`), else anew for each batch.
 
 It is the engine's own model, given an attention of its own: texts of one length lie one after the other in the flat batch,
 padded at their ends, where nothing earlier can see the padding.
@@ -6,7 +8,7 @@ padded at their ends, where nothing earlier can see the padding.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,3 +157,60 @@ def run_target(
         hidden.unflatten(0, token_ids.shape),
         step.keys_values,
     )
+
+
+class KeptStates:
+    """The target's hidden states of many texts, and some layers' keys and values, made once and kept on the device.
+
+    Row t of each tensor is token t of the flat texts.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, texts: Texts, layers: Collection[int], batches: Iterable[list[int]]) -> None:
+        device, c = model.embed_tokens.device, model.config
+        count, dtype = len(texts.token_ids), model.embed_tokens.dtype
+        self._texts = texts
+        self._token_ids = array_to_device(texts.token_ids, device, torch.int64)
+        self._hidden = torch.empty(count, c.hidden_size, dtype=model.activations, device=device)
+        shape = (count, c.num_key_value_heads, c.head_dim)
+        self._keys_values = {
+            layer: (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+            for layer in layers
+        }
+        no_loops = np.zeros(count, dtype=bool)
+        for chosen in batches:
+            batch = run_target(model, texts, chosen, no_loops, layers)
+            real = (torch.arange(batch.token_ids.shape[1], device=device) < batch.lengths[:, None]).flatten()
+            rows = _places(texts, chosen, device).flatten()[real]
+            self._hidden[rows] = batch.hidden.flatten(0, 1)[real]
+            for layer, kept in self._keys_values.items():
+                for store, made in zip(kept, batch.keys_values[layer], strict=True):
+                    store[rows] = made[real]
+
+    @staticmethod
+    def num_bytes(model: LlamaForCausalLM, texts: Texts, layers: Collection[int]) -> int:
+        """What they take."""
+        c = model.config
+        states = c.hidden_size * model.activations.itemsize
+        keys_values = 2 * len(layers) * c.num_key_value_heads * c.head_dim * model.embed_tokens.dtype.itemsize
+        return len(texts.token_ids) * (states + keys_values + 8)
+
+    def batch(self, chosen: Sequence[int]) -> Batch:
+        """As :func:`run_target` makes it, but that padding repeats all of the last token."""
+        texts, device = self._texts, self._hidden.device
+        places = _places(texts, chosen, device)
+        flat = places.flatten()
+        return Batch(
+            self._token_ids[places],
+            array_to_device(texts.lengths[list(chosen)], device),
+            array_to_device(texts.answers[list(chosen)], device, torch.int64),
+            torch.zeros_like(places, dtype=torch.bool),
+            self._hidden[places],
+            {layer: (key[flat], value[flat]) for layer, (key, value) in self._keys_values.items()},
+        )
+
+
+def _places(texts: Texts, chosen: Sequence[int], device: torch.device) -> Int[Tensor, "N L"]:
+    """Where the tokens of some texts stand in the flat texts; beyond an end, the last one's."""
+    lengths = texts.lengths[list(chosen)]
+    places = texts.starts[list(chosen)][:, None] + np.minimum(np.arange(int(lengths.max())), lengths[:, None] - 1)
+    return array_to_device(places, device)

@@ -19,7 +19,7 @@ from refimpl.loading.checkpoint import Checkpoint
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.speculate.dense import Batch, DenseContext
 from refimpl.speculate.self_text import Texts
-from refimpl.speculative.head_files import save_head
+from refimpl.speculative.head_files import round_as_kept, save_head
 from refimpl.speculative.head_model import DraftHead, HeadConfig
 
 KINDS = ("head", "llama")
@@ -49,6 +49,9 @@ class Drafter(Protocol):
 
     def target_logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R Vd"]:
         """The target's logits of the same tokens."""
+
+    def settle(self) -> None:
+        """Take the weights that a file will hold."""
 
     def save(self, folder: Path) -> None:
         """Write it as the engine loads it."""
@@ -107,6 +110,10 @@ class HeadDrafter:
         """By the same rows."""
         return self.head.compute_logits(hidden)
 
+    def settle(self) -> None:
+        """Matrices of 8 bits."""
+        round_as_kept(self.head)
+
     def save(self, folder: Path) -> None:
         """The head's folder."""
         save_head(self.head, folder)
@@ -159,6 +166,12 @@ class LlamaDrafter:
     def target_logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
         """By the target's output layer."""
         return self._target.compute_logits(hidden)
+
+    def settle(self) -> None:
+        """Numbers of bfloat16."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.copy_(weight.bfloat16())
 
     def save(self, folder: Path) -> None:
         """A checkpoint folder with the target's tokenizer."""

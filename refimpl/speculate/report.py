@@ -47,6 +47,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         rows = []
         for found in self.acceptance:
             name = f"T = {found.temperature:g}" if found.temperature else "greedy"
+            name += "" if found.prompts == "own" else f", {found.prompts}"
             for where, alphas in (("all tokens", found.by_position), ("outside loops", found.outside_loops)):
                 rows.append([f"{name}, {where}", *(f"{alpha:.1%}" for alpha in alphas)])
             rows.append([f"{name}, share in loops", f"{found.share_of_loops:.1%}", *[""] * (len(found.by_position) - 1)])

@@ -8,7 +8,7 @@ own; what is held out has other seeds.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,21 +137,46 @@ class SelfWriter:
                 f"chats of {max_tokens} tokens leave no room: the chat template alone takes {max_tokens - self._room}"
             )
 
-    def chats(self, first: int, count: int, temperature: Callable[[int], float], show_progress: bool) -> Texts:
-        """Chats ``first`` to ``first + count - 1``; ``temperature`` is that of a chat's answer, by its number."""
+    def chats(
+        self,
+        first: int,
+        count: int,
+        temperature: Callable[[int], float],
+        show_progress: bool,
+        messages: Callable[[int], Sequence[dict[str, str]] | None] = lambda number: None,
+    ) -> Texts:
+        """Chats ``first`` to ``first + count - 1``, each a function of its number.
+
+        ``temperature`` is that of a chat's answer, ``messages`` are what it answers; None: what the target asks itself.
+        Where these take more than half of the room, or there is no chat template, it asks itself too.
+        """
         numbers = range(first, first + count)
-        prompts = [self._frame.header] * count
-        if self._frame.bridge:
-            longest = max(1, min(LONGEST_MESSAGE, self._room // 2))
-            asking = [self._params(2 * i, USER_TEMPERATURE, longest) for i in numbers]
-            messages = self._write(prompts, asking, show_progress)
-            prompts = [[*self._frame.header, *self._without_end(message), *self._frame.bridge] for message in messages]
+        prompts = [self._given(messages(number)) for number in numbers]
+        own = [i for i, prompt in enumerate(prompts) if prompt is None]
+        for i, prompt in zip(own, self._own_prompts([first + i for i in own], show_progress), strict=True):
+            prompts[i] = prompt
+        asked = [prompt for prompt in prompts if prompt is not None]
         answering = [
             self._params(2 * i + 1, temperature(i), self._max_tokens - len(prompt))
-            for i, prompt in zip(numbers, prompts, strict=True)
+            for i, prompt in zip(numbers, asked, strict=True)
         ]
-        answers = self._write(prompts, answering, show_progress)
-        return Texts.of([(prompt + answer, len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)])
+        answers = self._write(asked, answering, show_progress)
+        return Texts.of([(prompt + answer, len(prompt)) for prompt, answer in zip(asked, answers, strict=True)])
+
+    def _given(self, messages: Sequence[dict[str, str]] | None) -> list[int] | None:
+        if messages is None or not self._frame.bridge:
+            return None
+        prompt = self._llm.get_tokenizer().apply_chat_template(list(messages))
+        return prompt if 2 * len(prompt) <= self._max_tokens else None
+
+    def _own_prompts(self, numbers: Sequence[int], show_progress: bool) -> list[list[int]]:
+        """What the target asks itself, and the beginning of a text where it has no chat template."""
+        if not self._frame.bridge:
+            return [self._frame.header for _ in numbers]
+        longest = max(1, min(LONGEST_MESSAGE, self._room // 2))
+        asking = [self._params(2 * i, USER_TEMPERATURE, longest) for i in numbers]
+        written = self._write([self._frame.header for _ in numbers], asking, show_progress)
+        return [[*self._frame.header, *self._without_end(message), *self._frame.bridge] for message in written]
 
     def _params(self, number: int, temperature: float, max_tokens: int) -> SamplingParams:
         return SamplingParams(

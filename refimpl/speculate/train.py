@@ -19,22 +19,21 @@ import torch
 from tqdm import tqdm
 
 from refimpl.errors import ConfigError
-from refimpl.executor.device import resolve_device, resolve_dtype
+from refimpl.executor.device import free_host_memory, resolve_device, resolve_dtype
 from refimpl.llm import LLM
 from refimpl.loading.checkpoint import Checkpoint, open_checkpoint
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.speculate.acceptance import Acceptance, measure_acceptance
-from refimpl.speculate.dense import Batch, frozen_target, mixed_precision, run_target
+from refimpl.speculate.dense import Batch, KeptStates, frozen_target, mixed_precision, run_target
 from refimpl.speculate.drafters import KINDS, Drafter, HeadDrafter, LlamaDrafter, frequent_tokens
 from refimpl.speculate.loss import batches_of, draft_loss, in_batches, learning_rate
 from refimpl.speculate.report import Report, Trained, write_report
-from refimpl.speculate.self_text import SelfWriter, Texts, cut_loops, load_texts, looping, save_texts
+from refimpl.speculate.self_text import Texts, cut_loops, load_texts, looping, save_texts
+from refimpl.speculate.text_plan import HELD_OUT, TEXT, WORK, TextPlan
 from refimpl.speculate.training_state import TrainingState
 from refimpl.speculative.head_model import HeadConfig
 
 FEWEST_CHATS_A_ROUND, MOST_CHATS_A_ROUND = 16, 4096
-ANSWER_TEMPERATURES = (0.7, 0.7, 0.7, 0.0)
-"""Of the training text's answers, in turn."""
 POSITIONS = 5
 """Drafted tokens whose acceptance is measured."""
 
@@ -54,6 +53,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of the text, the first weights and the order of training. What is held out has the next one."""
     steps: int = 2000
     batch_tokens: int = 16_384
+    max_seconds: float | None = None
+    """After which training ends, however many steps it made; the learning rate falls in time for it. An interrupted run has
+    them anew."""
     learning_rate: float = 1e-3
     temperature: float = 0.7
     """At which the drafter is to be close to the target."""
@@ -129,6 +131,7 @@ class Training:
         target = frozen_target(checkpoint, dtype, device)
         drafter = self._drafter(checkpoint, target, texts)
         history = self._train(target, drafter, cut_loops(texts))
+        drafter.settle()
         trained = time.monotonic()
         acceptances = [self._measure(target, drafter, *pair) for pair in held_out]
         drafter.save(self.out)
@@ -152,7 +155,7 @@ class Training:
 
     @property
     def _work(self) -> Path:
-        return self.out / "training"
+        return self.out / WORK
 
     def _claim_folder(self) -> None:
         """Make the folder, or see that the run that is there is this one."""
@@ -169,9 +172,10 @@ class Training:
 
     # ------------------------------------------------------------------ text
 
-    def _texts(self, checkpoint: Checkpoint) -> tuple[Texts, list[tuple[Texts, float]]]:
-        """The training text, and what is held out with its temperature: read where it was written before."""
+    def _texts(self, checkpoint: Checkpoint) -> tuple[Texts, list[tuple[Texts, TextPlan]]]:
+        """The training text, and what is held out with its plan: read where it was written before."""
         options, engine = self.options, self._engine_options(checkpoint)
+        plan = TextPlan.training(options.seed, options.max_tokens)
         with contextlib.ExitStack() as stack:
             llms: list[LLM] = []
 
@@ -180,25 +184,26 @@ class Training:
                     llms.append(stack.enter_context(LLM(checkpoint, **engine)))
                 return llms[0]
 
-            parts: list[Texts] = []
-            chats = tokens = 0
+            parts = [load_texts(path) for path in sorted(self._work.glob(f"{TEXT}*.safetensors"))]
+            chats = sum(len(part) for part in parts)
+            tokens = sum(part.num_answer_tokens for part in parts)
             while tokens < options.tokens:
                 mean_answer = max(1.0, tokens / chats) if chats else options.max_tokens / 3
                 count = min(MOST_CHATS_A_ROUND, max(FEWEST_CHATS_A_ROUND, int((options.tokens - tokens) / mean_answer) + 1))
-                part = self._written(f"text-{len(parts):04}", llm, options.seed, chats, count, _in_turn)
+                part = self._written(f"{TEXT}{chats:07}", llm, plan, chats, count)
                 parts.append(part)
                 chats, tokens = chats + len(part), tokens + part.num_answer_tokens
             texts = Texts.joined(parts)
             held_out = [
-                (self._written(f"held-out-{name}", llm, options.seed + 1, 0, options.held_out, always), always(0))
-                for name, always in (("sampled", _sampled), ("greedy", _greedy))
+                (self._written(f"{HELD_OUT}{name}", llm, held, 0, options.held_out), held)
+                for name, held in TextPlan.held_out(options.seed + 1, options.max_tokens).items()
             ]
-        new = [(part.without(texts), temperature) for part, temperature in held_out]
+        new = [(part.without(texts), plan) for part, plan in held_out]
         if not any(len(part) for part, _ in new):
             raise ConfigError(
                 f"all {options.held_out} chats that were to be held out stand in the training text too; hold out more"
             )
-        return texts, [(part, temperature) for part, temperature in new if len(part)]
+        return texts, [(part, plan) for part, plan in new if len(part)]
 
     def _engine_options(self, checkpoint: Checkpoint) -> dict[str, Any]:
         limit = checkpoint.config.context_limit()
@@ -206,13 +211,10 @@ class Training:
             raise ConfigError(f"max_tokens is {self.options.max_tokens}; {checkpoint.name} has contexts of {limit} at most")
         return {**self.engine, "max_model_len": self.options.max_tokens}
 
-    def _written(
-        self, name: str, llm: Callable[[], LLM], seed: int, first: int, count: int, temperature: Callable[[int], float]
-    ) -> Texts:
+    def _written(self, name: str, llm: Callable[[], LLM], plan: TextPlan, first: int, count: int) -> Texts:
         path = self._work / f"{name}.safetensors"
         if not path.exists():
-            writer = SelfWriter(llm(), seed, self.options.max_tokens)
-            save_texts(writer.chats(first, count, temperature, self.show_progress), path)
+            save_texts(plan.write(llm(), self.options.max_tokens, first, count, self.show_progress), path)
         return load_texts(path)
 
     # ------------------------------------------------------------------ training
@@ -239,22 +241,25 @@ class Training:
         return HeadDrafter(target, config, vocabulary, options.draft_steps, options.seed)
 
     def _train(self, target: LlamaForCausalLM, drafter: Drafter, texts: Texts) -> list[Trained]:
-        options = self.options
+        options, began = self.options, time.monotonic()
         weights = drafter.weights()
         optimizer = torch.optim.AdamW(weights.values(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
         state = TrainingState(self._work / "state.safetensors", weights, optimizer)
         history = state.restore()
         done = len(history)
         chosen = batches_of(texts, options.batch_tokens, options.seed)
-        no_loops = np.zeros(len(texts.token_ids), dtype=bool)
+        batch_of = self._batches_from(target, drafter, texts)
         told: list[torch.Tensor] = []
         with state.kept_on_leaving(history, told), self._bar(options.steps, done) as bar:
             for step, texts_of_step in zip(range(options.steps), chosen, strict=False):
                 if step < done:  # what an earlier run did, in the same order
                     continue
-                batch = run_target(target, texts, texts_of_step, no_loops, drafter.kept_layers)
+                spent = (time.monotonic() - began) / options.max_seconds if options.max_seconds else 0.0
+                if spent >= 1:
+                    break
+                batch = batch_of(texts_of_step)
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, options.steps, options.learning_rate)
+                    group["lr"] = learning_rate(step, options.steps, options.learning_rate, spent)
                 with mixed_precision(target):
                     loss, overlaps = draft_loss(drafter, batch, options.temperature)
                 optimizer.zero_grad()
@@ -268,13 +273,26 @@ class Training:
                 self.after_step(step)
         return history
 
+    def _batches_from(self, target: LlamaForCausalLM, drafter: Drafter, texts: Texts) -> Callable[[list[int]], Batch]:
+        """Batches of the target's states: made once where a half of the free memory holds all, else each time anew."""
+        device, layers = target.embed_tokens.device, drafter.kept_layers
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
+        if 2 * KeptStates.num_bytes(target, texts, layers) <= free:
+            by_length = np.argsort(texts.lengths, kind="stable")
+            return KeptStates(
+                target, texts, layers, in_batches(by_length, texts.lengths, 2 * self.options.batch_tokens)
+            ).batch
+        no_loops = np.zeros(len(texts.token_ids), dtype=bool)
+        return lambda chosen: run_target(target, texts, chosen, no_loops, layers)
+
     def _bar(self, total: int, done: int) -> tqdm[Any]:
         return tqdm(total=total, initial=done, desc="training", unit="step", disable=not self.show_progress)
 
     # ------------------------------------------------------------------ measuring
 
-    def _measure(self, target: LlamaForCausalLM, drafter: Drafter, texts: Texts, temperature: float) -> Acceptance:
-        return measure_acceptance(target, drafter, self._all_batches(target, drafter, texts), temperature, POSITIONS)
+    def _measure(self, target: LlamaForCausalLM, drafter: Drafter, texts: Texts, plan: TextPlan) -> Acceptance:
+        batches = self._all_batches(target, drafter, texts)
+        return measure_acceptance(target, drafter, batches, plan.temperatures[0], POSITIONS, plan.kinds[0])
 
     def _all_batches(self, target: LlamaForCausalLM, drafter: Drafter, texts: Texts) -> Iterator[Batch]:
         loops = looping(texts)
@@ -288,15 +306,3 @@ class Training:
         if drafter.vocabulary is None or not len(tokens):
             return 1.0
         return float(np.isin(tokens, drafter.vocabulary.cpu().numpy()).mean())
-
-
-def _sampled(number: int) -> float:
-    return 0.7
-
-
-def _greedy(number: int) -> float:
-    return 0.0
-
-
-def _in_turn(number: int) -> float:
-    return ANSWER_TEMPERATURES[number % len(ANSWER_TEMPERATURES)]

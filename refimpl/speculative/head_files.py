@@ -1,4 +1,8 @@
-"""A head on disk: a folder with config.json and model.safetensors, in 16 bits. It holds no weight of the target."""
+"""A head on disk: a folder with config.json and model.safetensors. It holds no weight of the target.
+
+Matrices are kept in 8 bits, each row with a scale of its own in float32 (``NAME.scale``), all else in 16 bits. A file of
+matrices in 16 bits is read too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 
 from refimpl.errors import CheckpointError, ConfigError
@@ -18,6 +23,7 @@ log = logging.getLogger(__name__)
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 VOCABULARY = "vocabulary"
+SCALE = ".scale"
 SHIPPED = Path(__file__).parent / "weights"
 """Heads that come with refimpl, a folder each by the target's name."""
 
@@ -35,11 +41,34 @@ def save_head(head: DraftHead, folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: weight.detach().to("cpu", torch.float16).contiguous() for name, weight in head.own_weights().items()}
+    tensors: dict[str, Tensor] = {}
+    for name, weight in head.own_weights().items():
+        if weight.dim() == 2:
+            tensors[name], tensors[name + SCALE] = _in_8_bits(weight.detach().cpu())
+        else:
+            tensors[name] = weight.detach().to("cpu", torch.float16).contiguous()
     tensors[VOCABULARY] = head.vocabulary.to("cpu", torch.int32)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = msgspec.json.format(msgspec.json.encode(head.config), indent=2)
     (folder / CONFIG).write_bytes(config + b"\n")
+
+
+@torch.no_grad()
+def round_as_kept(head: DraftHead) -> None:
+    """Give a head the weights that its file will hold, for who measures it before it is loaded. Mutates the head."""
+    for weight in head.own_weights().values():
+        kept = _widened(*_in_8_bits(weight)) if weight.dim() == 2 else weight.half()
+        weight.copy_(kept)
+
+
+def _in_8_bits(weight: Float[Tensor, "rows columns"]) -> tuple[Int8[Tensor, "rows columns"], Float32[Tensor, "rows"]]:
+    """The nearest of 255 levels, symmetric about zero, and each row's step."""
+    step = (weight.abs().amax(1) / 127).float().clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / step.unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), step
+
+
+def _widened(levels: Int8[Tensor, "rows columns"], step: Float32[Tensor, "rows"]) -> Float32[Tensor, "rows columns"]:
+    return levels.float() * step.unsqueeze(1)
 
 
 def read_head_config(folder: Path) -> HeadConfig:
@@ -79,6 +108,8 @@ def load_head(folder: Path, target: LlamaForCausalLM, target_name: str, target_f
             folder, config.target, target_name,
         )  # fmt: skip
     tensors = _read_tensors(folder / WEIGHTS)
+    for name in [name for name in tensors if name + SCALE in tensors]:
+        tensors[name] = _widened(tensors[name], tensors.pop(name + SCALE))
     head = DraftHead(config, target, _checked_vocabulary(config, tensors.pop(VOCABULARY, None), folder))
     shares = {name: head.share_of_tensor(name, tensor) for name, tensor in tensors.items()}
     fill_head(head, shares, str(folder / WEIGHTS))

@@ -38,11 +38,13 @@ def load(folder, model, fingerprint="abc"):
     return load_head(folder, model, "some model", fingerprint)
 
 
-def test_it_holds_the_heads_weights_in_16_bits_and_none_of_the_target(folder):
+def test_it_holds_the_heads_weights_in_8_bits_and_none_of_the_target(folder):
     tensors = load_file(folder / WEIGHTS)
     vocabulary = tensors.pop(VOCABULARY)
     assert vocabulary.tolist() == list(range(0, 20, 2))
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith(".scale")}
+    assert {(tensor.dim(), tensor.dtype) for tensor in tensors.values()} == {(2, torch.int8), (1, torch.float16)}
+    assert all(len(scale) == len(tensors[name.removesuffix(".scale")]) for name, scale in scales.items())
     assert sum(tensor.numel() for tensor in tensors.values()) == load(folder, target()).config.num_parameters
 
 

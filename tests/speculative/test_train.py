@@ -271,7 +271,7 @@ def test_loops_are_seen_within_a_chat():
 
 def test_texts_go_to_disk_and_back(trained):
     out, _ = trained
-    part = load_texts(out / "training" / "text-0000.safetensors")
+    part = load_texts(out / "training" / "text-0000000.safetensors")
     assert part.lengths.max() <= SMALL["max_tokens"]
     assert (part.answers < part.lengths + 1).all()
     held_out = load_texts(out / "training" / "held-out-greedy.safetensors")
