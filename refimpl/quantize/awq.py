@@ -9,13 +9,13 @@ Embeddings, norms and the output head stay in 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,6 +24,7 @@ from refimpl.executor.device import resolve_device
 from refimpl.model_config import ModelConfig
 from refimpl.quantization.awq_layout import pack_awq, quantise_groups
 from refimpl.quantize.calibration import calibration_windows
+from refimpl.quantize.distil import QuantisedLayer, Training, trained
 from refimpl.quantize.groups import NORMS, Group, fold, groups_of
 from refimpl.quantize.layerwise import LayerByLayer
 from refimpl.quantize.refine import Levels, damping_for, refine
@@ -35,8 +36,6 @@ from refimpl.quantize.writer import SHARD_BYTES, ShardWriter, new_folder
 GROUP_SIZES = (128, 64, 32)
 """That other engines' kernels know as well; the largest that fits is the default."""
 VALUES_IN_AN_INT32 = 8
-PACKED = (".qweight", ".qzeros", ".scales")
-"""The tensors of a matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,8 @@ class AwqOptions:
     prompts: Sequence[Any] | None = field(default=None, repr=False)
     """To calibrate on; None: texts that the model writes itself."""
     calibration_tokens: int = 32_768
+    training: Training | None = None
+    """How scales and levels of all layers are trained together at the end; None: they are not."""
     window: int = 512
     """Tokens of one calibration text."""
     seed: int = 0
@@ -82,22 +83,40 @@ def quantize_awq(model: Any, out: Path | str, options: AwqOptions | None = None,
     source = Source(model)
     group_size = check_group_size(source.config, options.group_size)
     device = resolve_device(options.device)
-    with new_folder(Path(out), options.overwrite) as folder, torch.inference_mode():
-        layers = _calibrated(source, options, device, show_progress) if options.search else None
-        shards = ShardWriter(folder, options.shard_bytes)
-        reports = []
-        for number in tqdm(range(source.config.num_hidden_layers), "layers", disable=not show_progress):
-            statistics = None if layers is None else layers.advance()
-            tensors = _layer(source, number, device)
-            reports.append(_quantised_layer(tensors, groups_of(source.config), statistics, group_size, options, source.kept))
-            for name, tensor in tensors.items():
-                packed_or_narrow = tensor if name.endswith(PACKED) else source.narrowed(tensor, name)
-                shards.add(f"model.layers.{number}.{name}", packed_or_narrow.cpu())
+    with new_folder(Path(out), options.overwrite) as folder, torch.no_grad():
+        windows = _windows(source, options, show_progress) if options.search else None
+        made: Iterable[QuantisedLayer] = _quantised(source, windows, group_size, options, device, show_progress)
+        if windows is not None and options.training is not None:
+            made = trained(source, list(made), windows, options.training, device, show_progress)
+        shards, reports = ShardWriter(folder, options.shard_bytes), []
+        for number, layer in enumerate(made):
+            reports.append(layer.report)
+            for name, tensor in _stored(layer, source).items():
+                shards.add(f"model.layers.{number}.{name}", tensor.cpu())
         for name, tensor in source.outside_layers():
             shards.add(name, source.narrowed(tensor, name))
         shards.finish()
         source.write_beside(folder, quantization_config(group_size))
     return written(Path(out), source.checkpoint, reports)
+
+
+def _quantised(
+    source: Source,
+    windows: Int[Tensor, "N L"] | None,
+    group_size: int,
+    options: AwqOptions,
+    device: torch.device,
+    show_progress: bool,
+) -> Iterator[QuantisedLayer]:
+    """One layer after the other; without windows, rounded to nearest."""
+    layers = None
+    if windows is not None:
+        apart = max(1, len(windows) * windows.shape[1] // options.calibration_tokens)
+        layers = LayerByLayer(source, windows[::apart], device)
+    for number in tqdm(range(source.config.num_hidden_layers), "layers", disable=not show_progress):
+        statistics = None if layers is None else layers.advance()
+        tensors = layer_tensors(source, number, device)
+        yield quantised_layer(tensors, groups_of(source.config), statistics, group_size, options, source.kept)
 
 
 def quantization_config(group_size: int) -> dict[str, Any]:
@@ -130,30 +149,30 @@ def check_group_size(config: ModelConfig, asked: int | None) -> int:
     )
 
 
-def _calibrated(source: Source, options: AwqOptions, device: torch.device, show_progress: bool) -> LayerByLayer:
-    windows = calibration_windows(
-        source.checkpoint, options.prompts, options.calibration_tokens, options.window, options.seed, options.device,
-        show_progress,
-    )  # fmt: skip
-    return LayerByLayer(source, windows, device)
+def _windows(source: Source, options: AwqOptions, show_progress: bool) -> Int[Tensor, "N L"]:
+    """Texts to calibrate on, and to train on: more of them where that is asked for."""
+    tokens = max(options.calibration_tokens, options.training.tokens if options.training else 0)
+    return calibration_windows(
+        source.checkpoint, options.prompts, tokens, options.window, options.seed, options.device, show_progress
+    )
 
 
-def _layer(source: Source, number: int, device: torch.device) -> dict[str, Tensor]:
+def layer_tensors(source: Source, number: int, device: torch.device) -> dict[str, Tensor]:
     """A layer's tensors in float32, copies, by their names in it."""
     start = f"model.layers.{number}."
     found = {name: tensor for name, tensor in source.weights.items() if name.startswith(start)}
     return {name.removeprefix(start): tensor.to(device, torch.float32, copy=True) for name, tensor in found.items()}
 
 
-def _quantised_layer(
+def quantised_layer(
     tensors: dict[str, Tensor],
     groups: Sequence[Group],
     statistics: Sequence[Statistics] | None,
     group_size: int,
     options: AwqOptions,
     kept: torch.dtype,
-) -> LayerReport:
-    """Put packed matrices in the place of a layer's; norms fit ``kept``. Mutates ``tensors``."""
+) -> QuantisedLayer:
+    """A layer in 4 bits. Mutates ``tensors``: scales are folded in, and norms fit ``kept``."""
     alphas, shares = [], []
     grams: list[Tensor | None] = [None] * len(groups)
     if statistics is not None:
@@ -166,13 +185,30 @@ def _quantised_layer(
             fold(tensors, group, folded)
         grams = [seen.scaled(group.spread(one)) for group, seen, one in zip(groups, statistics, scales, strict=True)]
         alphas, shares = [one.alpha for one in chosen], [one.error for one in chosen]
+    found: dict[str, Levels] = {}
+    tokens = 0 if statistics is None else statistics[0].tokens
     for group, gram in zip(groups, grams, strict=True):
-        for name in group.matrices:
-            tokens = 0 if statistics is None else statistics[0].tokens
-            levels = _levels(tensors.pop(f"{name}.weight"), gram, tokens, group_size, options)
-            tensors[f"{name}.qweight"], tensors[f"{name}.qzeros"] = pack_awq(levels.values), pack_awq(levels.zeros)
-            tensors[f"{name}.scales"] = levels.scales
-    return LayerReport(alphas, shares)
+        # Rows are quantised apart from each other, so those of all matrices of one input at once.
+        weight = torch.cat([tensors[f"{name}.weight"] for name in group.matrices])
+        sizes = [len(tensors[f"{name}.weight"]) for name in group.matrices]
+        levels = _levels(weight, gram, tokens, group_size, options)
+        found |= zip(group.matrices, levels.split(sizes), strict=True)
+    return QuantisedLayer(LayerReport(alphas, shares), tensors, found)
+
+
+def _stored(layer: QuantisedLayer, source: Source) -> dict[str, Tensor]:
+    """A layer as it is written."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in layer.tensors.items():
+        matrix = name.removesuffix(".weight")
+        found |= packed(matrix, layer.levels[matrix]) if matrix in layer.levels else {name: source.narrowed(tensor, name)}
+    return found
+
+
+def packed(name: str, levels: Levels) -> dict[str, Tensor]:
+    """A matrix as it is stored."""
+    words = {"qweight": pack_awq(levels.values), "qzeros": pack_awq(levels.zeros), "scales": levels.scales.contiguous()}
+    return {f"{name}.{part}": tensor for part, tensor in words.items()}
 
 
 def representable(

@@ -51,6 +51,10 @@ def awq(
         typer.Option(help="Texts to calibrate on: JSON lines, as of generate. Default: texts that the model writes itself."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="How many tokens to calibrate on.")] = 32_768,
+    train_steps: Annotated[
+        int, typer.Option(help="Steps in which scales and levels of all layers are trained together, after the searches.")
+    ] = 0,
+    train_tokens: Annotated[int, typer.Option(help="How many tokens to train on.")] = 1_000_000,
     window: Annotated[int, typer.Option(help="Tokens of one calibration text.")] = 512,
     seed: Annotated[int, typer.Option(help="Of the texts that the model writes.")] = 0,
     device: Device = "auto",
@@ -59,11 +63,14 @@ def awq(
 ) -> None:
     """Quantise the layers' matrices to 4 bits with activation-aware scales, in AutoAWQ's "gemm" layout."""
     from refimpl.quantize.awq import AwqOptions, quantize_awq
+    from refimpl.quantize.distil import Training
 
+    training = Training(steps=train_steps, tokens=train_tokens, seed=seed) if train_steps else None
     options = AwqOptions(
         group_size=group_size, search=not no_search, clip=not no_clip, refine=not no_refine,
         prompts=None if prompts_file is None else read_prompts(prompts_file), calibration_tokens=calibration_tokens,
-        window=window, seed=seed, device=device, shard_bytes=int(shard_gigabytes * 10**9), overwrite=overwrite,
+        training=training, window=window, seed=seed, device=device,
+        shard_bytes=int(shard_gigabytes * 10**9), overwrite=overwrite,
     )  # fmt: skip
     _tell(quantize_awq(model, out, options, show_progress=sys.stderr.isatty()))
 

@@ -34,10 +34,10 @@ def rounded_in_turn(
 
     """
     order = gram.diagonal().argsort(descending=True)
-    ordered = gram[order][:, order]
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
-    factor = torch.linalg.cholesky(inverse, upper=True)
-    shares = factor / factor.diagonal().unsqueeze(1)
+    # Each of these is as large as H: none is kept longer than the next one needs it.
+    shares = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order]))
+    shares = torch.linalg.cholesky(shares, upper=True)
+    shares /= shares.diagonal().clone().unsqueeze(1)
     wanted, steps, zeros = weight.T[order], steps[order], zeros[order]
     levels = torch.empty_like(wanted)
     for start in range(0, len(wanted), CHANNELS_AT_ONCE):

@@ -9,6 +9,7 @@ outputs ``δᵀ H δ`` is least, given all others (coordinate descent; Behdin et
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,11 @@ class Levels:
     def group_size(self) -> int:
         """Input channels that share a scale."""
         return len(self.values) // len(self.zeros)
+
+    def split(self, sizes: Sequence[int]) -> list[Levels]:
+        """Matrices of so many outputs each, which lie one behind the other."""
+        parts = (tensor.split(list(sizes), dim=1) for tensor in (self.values, self.zeros, self.scales))
+        return [Levels(*(part.contiguous() for part in matrix)) for matrix in zip(*parts, strict=True)]
 
     def widened(self) -> Float[Tensor, "O C"]:
         """The matrix that they stand for, in float32."""

@@ -46,10 +46,10 @@ def with_outliers(**sizes):
     return Changed(checkpoint, tensors)
 
 
-def logits(checkpoint, dtype=torch.float64):
-    """Of TEXT."""
+def logits(checkpoint, dtype=torch.float64, text=TEXT):
+    """Of a text's tokens."""
     with torch.inference_mode():
-        return full_logits(load_model(checkpoint, "auto", dtype, CPU, 0), TEXT)
+        return full_logits(load_model(checkpoint, "auto", dtype, CPU, 0), text)
 
 
 def tensors_of(folder):

@@ -1,0 +1,262 @@
+"""Training what 4 bits hold, all layers at once: the quantised model learns to say what the model itself says.
+
+The loss is the KL divergence ``Σ p log(p / q)`` of the next token's distribution, p the model's own (Liu et al. 2023,
+"LLM-QAT": on text that the model writes). Two kinds of numbers are trained: scales, and levels. A level is trained as a
+number between levels that is rounded in the forward pass, and whose gradient goes past the rounding (Bengio et al. 2013,
+"straight-through")::
+
+    w = s · (clamp(round(u) + z, 0, 15) − z)        z, the zero point, stays
+
+Both are trained in units in which matrices are alike: u counts levels, and s changes by shares of itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from refimpl.quantization.awq_layout import LARGEST, float16_above_0
+from refimpl.quantize.dense_layers import DenseModel, Layer
+from refimpl.quantize.groups import MATRICES
+from refimpl.quantize.refine import Levels
+from refimpl.quantize.report import LayerReport
+from refimpl.quantize.source import Source
+
+LOGITS_AT_ONCE = 2**28
+"""Values of logits of one model that are there at one time."""
+WARM_UP = 0.05
+"""Of the steps: learning rates rise, and fall as a cosine after."""
+BESIDE = 0.5
+"""Of the way from a level to the weight that it stands for, at most half a step: there numbers begin. So none is as near to
+the next level as noise goes, and those of weights between two levels have the shorter way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long and how fast."""
+
+    steps: int = 300
+    tokens: int = 1_000_000
+    """Of the texts that are trained on; they are seen several times where the steps take more."""
+    batch_tokens: int = 16_384
+    tokens_at_once: int = 16_384
+    """Of a batch: as many as there is memory for."""
+    level_rate: float = 2e-3
+    """Levels by which a number may move in a step, about; 0: levels stay."""
+    scale_rate: float = 5e-4
+    """Share by which a scale may, about."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class QuantisedLayer:
+    """A layer in 4 bits, before it is written."""
+
+    report: LayerReport
+    tensors: dict[str, Tensor]
+    """In float32, scales folded in; matrices as they were before they were rounded."""
+    levels: dict[str, Levels]
+    """Of each matrix, by its name in the layer."""
+
+
+class _Rounding(torch.autograd.Function):
+    """The weights that numbers and scales stand for."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+        """``numbers`` [O, groups, size], ``scales`` and ``zeros`` [O, groups, 1]; gives [O, C]."""
+        nearest = numbers.round()
+        levels = torch.clamp(nearest, -zeros, LARGEST - zeros)
+        ctx.save_for_backward(levels.to(torch.int8), scales, levels == nearest)
+        return (levels * scales).flatten(1).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor, None, None]:
+        """Past the rounding, and not beyond the range."""
+        levels, scales, within = ctx.saved_tensors
+        gradient = gradients[0].view(levels.shape).float()
+        numbers = (gradient * scales).mul_(within) if ctx.needs_input_grad[0] else None
+        return numbers, (gradient * levels).sum(-1, keepdim=True), None, None
+
+
+class TrainedMatrix:
+    """A matrix in 4 bits while it is trained.
+
+    Args:
+        levels: to begin with.
+        weight: what they stand for, as it was before the rounding.
+
+    """
+
+    def __init__(self, levels: Levels, weight: Float[Tensor, "O C"]) -> None:
+        self._zeros = levels.zeros.T.float().unsqueeze(2)
+        self._first = levels.scales.T.float().unsqueeze(2)
+        signed = levels.values.T.float().unflatten(1, (-1, levels.group_size)) - self._zeros
+        missing = (weight.float().view_as(signed) / self._first - signed).clamp_(-0.5, 0.5)
+        self.numbers = (signed + BESIDE * missing).requires_grad_()
+        self.growth = torch.zeros_like(self._first).requires_grad_()
+
+    def weight(self, dtype: torch.dtype) -> Float[Tensor, "O C"]:
+        """What it stands for, to be trained through."""
+        rounding: Callable[..., Tensor] = _Rounding.apply
+        return rounding(self.numbers, self._first * (1 + self.growth), self._zeros, dtype)
+
+    def levels(self) -> Levels:
+        """As it is stored."""
+        signed = torch.clamp(self.numbers.detach().round(), -self._zeros, LARGEST - self._zeros)
+        values = (signed + self._zeros).flatten(1).T.to(torch.uint8).contiguous()
+        scales = float16_above_0((self._first * (1 + self.growth.detach())).squeeze(2).T).contiguous()
+        return Levels(values, self._zeros.squeeze(2).T.to(torch.uint8).contiguous(), scales)
+
+
+class Student:
+    """The quantised model while it is trained.
+
+    Args:
+        tensors: of each layer, what is not quantised.
+        matrices: of each layer, what is, by name.
+        dtype: of products.
+
+    """
+
+    def __init__(
+        self, tensors: Sequence[Layer], matrices: Sequence[Mapping[str, TrainedMatrix]], dtype: torch.dtype
+    ) -> None:
+        self._tensors, self.matrices, self._dtype = tensors, matrices, dtype
+
+    def layer(self, number: int) -> dict[str, Tensor]:
+        """A layer's tensors."""
+        made = {f"{name}.weight": matrix.weight(self._dtype) for name, matrix in self.matrices[number].items()}
+        return {**self._tensors[number], **made}
+
+    def optimizer(self, training: Training) -> torch.optim.Adam:
+        """Of scales, and of levels where they are trained."""
+        every = [matrix for layer in self.matrices for matrix in layer.values()]
+        groups = [{"params": [matrix.growth for matrix in every], "lr": training.scale_rate}]
+        for matrix in every:
+            matrix.numbers.requires_grad_(training.level_rate > 0)
+        if training.level_rate > 0:
+            groups.append({"params": [matrix.numbers for matrix in every], "lr": training.level_rate})
+        return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
+
+
+def trained(
+    source: Source,
+    layers: Sequence[QuantisedLayer],
+    windows: Int[Tensor, "N L"],
+    training: Training,
+    device: torch.device,
+    show_progress: bool = False,
+) -> list[QuantisedLayer]:
+    """The layers with better levels and scales. The whole model is there, in float32, five times over where levels move."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = DenseModel(source.config, dict(source.outside_layers()), dtype, device)
+    teacher = [_layer_of(source, number, dtype, device) for number in range(len(layers))]
+    norms = [
+        {name: source.narrowed(tensor, name).float() for name, tensor in layer.tensors.items() if not _is_matrix(name)}
+        for layer in layers
+    ]
+    matrices = [
+        {name: TrainedMatrix(levels, layer.tensors[f"{name}.weight"]) for name, levels in layer.levels.items()}
+        for layer in layers
+    ]
+    with tqdm(total=training.steps, unit=" steps", disable=not show_progress) as bar:
+
+        def tell(step: int, loss: float) -> None:
+            bar.update()
+            bar.set_postfix_str(f"KL divergence {loss:.4f}")
+
+        distil(model, teacher.__getitem__, Student(norms, matrices, dtype), windows.to(device), training, tell)
+    return [
+        dataclasses.replace(layer, levels={name: matrix.levels() for name, matrix in by_name.items()})
+        for layer, by_name in zip(layers, matrices, strict=True)
+    ]
+
+
+def _is_matrix(name: str) -> bool:
+    return name.removesuffix(".weight") in MATRICES
+
+
+def _layer_of(source: Source, number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """A layer of the model itself."""
+    start = f"model.layers.{number}."
+    found = {name.removeprefix(start): tensor for name, tensor in source.weights.items() if name.startswith(start)}
+    return {name: tensor.to(device, dtype if _is_matrix(name) else torch.float32) for name, tensor in found.items()}
+
+
+def distil(
+    model: DenseModel,
+    teacher: Callable[[int], Layer],
+    student: Student,
+    windows: Int[Tensor, "N L"],
+    training: Training,
+    tell: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train the student to predict as the teacher does, on ``windows``; ``tell`` hears each step's loss."""
+    optimizer = student.optimizer(training)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    length = windows.shape[1]
+    rows, at_once = max(1, training.batch_tokens // length), max(1, training.tokens_at_once // length)
+    drawn = _drawn(len(windows), training.seed)
+    for step in range(training.steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * share_of_rate(step / training.steps)
+        batch = windows[torch.tensor([next(drawn) for _ in range(rows)])]
+        losses = [_backward(model, teacher, student, part, batch.numel()) for part in batch.split(at_once)]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        tell(step, float(sum(losses)))
+
+
+def share_of_rate(progress: float) -> float:
+    """Of the learning rate, after such a share of the steps."""
+    if progress < WARM_UP:
+        return (progress + WARM_UP / 10) / (1.1 * WARM_UP)
+    return 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
+
+
+def _drawn(count: int, seed: int) -> Any:
+    """Numbers below ``count``, each once, then each once more in another order, and so on."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
+
+
+def _backward(
+    model: DenseModel, teacher: Callable[[int], Layer], student: Student, windows: Int[Tensor, "N L"], tokens: int
+) -> Tensor:
+    """Add the gradients of some texts of a batch of so many tokens; gives their part of its loss."""
+    with torch.no_grad():
+        expected = model.hidden(teacher, windows)
+    with torch.enable_grad():
+        hidden = model.hidden(student.layer, windows)
+    loss, gradient = divergence(model.head, expected, hidden.detach(), tokens)
+    hidden.backward(gradient)
+    return loss
+
+
+@torch.no_grad()
+def divergence(
+    head: Float[Tensor, "V H"], expected: Float[Tensor, "T H"], found: Float[Tensor, "T H"], tokens: int
+) -> tuple[Float[Tensor, ""], Float[Tensor, "T H"]]:
+    """KL divergence between two models' predictions, as a mean over ``tokens``, and its gradient at the states ``found``.
+
+    The gradient at q's logits is ``q − p``: logits are made in parts, and none is kept.
+    """
+    rows = max(1, LOGITS_AT_ONCE // len(head))
+    loss, gradients = torch.zeros((), device=found.device), []
+    for wanted, made in zip(expected.split(rows), found.split(rows), strict=True):
+        p = (wanted.to(head.dtype) @ head.T).float().log_softmax(-1)
+        q = (made.to(head.dtype) @ head.T).float().log_softmax(-1)
+        share = p.exp()
+        loss += (share * (p - q)).sum() / tokens
+        gradients.append(((q.exp_() - share).to(head.dtype) @ head).float() / tokens)
+    return loss, torch.cat(gradients)
