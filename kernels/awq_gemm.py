@@ -6,8 +6,8 @@ in :mod:`refimpl.kernels.awq_reference`. Within a group the scale leaves the sum
     y[t, o] = Σ over groups of  scale[group, o] · Σ over the group of  x[t, i] · (value[o, i] − zero[group, o])
 
 The inner sum is made by tensor cores, from whole numbers between -15 and 15, which 16 bits hold exactly; so nothing is
-rounded but x, and the scale is one multiplication an output and group.
-How words become such numbers is told in :mod:`refimpl.kernels.awq_operand`.
+rounded but x, and the scale is one multiplication an output and group. How words become such numbers is told in
+:mod:`refimpl.kernels.awq_operand`.
 
 Words, scales and zero points of a chunk are asked for one chunk ahead, into registers, and those of the first before the
 launch waits for the one before it; what is used in the turn that loads it queues behind all words on their way.
@@ -82,7 +82,8 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
 
     Programs come in waves of as many as the processors hold. A program takes as long as its chunks and 1.5 more, to start; a
     last wave 0.4 of that, and the rest by how full it is. (Chooses the faster of every pair that was measured, or one within
-    3% of it: 4 and 8 splits, and for SwiGLU 1 and 2, of Llama-3-70B's matrices.)
+    3% of it: 4 and 8 splits, and for SwiGLU 1 and 2, of Llama-3-70B's matrices.
+    Other splits are reckoned.)
     """
     tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE if capability >= 90 else MOST_BEFORE)
     in_pairs = ALL_IN_PAIRS or (capability // 10 == 9 and tokens > 16)
