@@ -2,8 +2,8 @@
 
 What a weight costs beside its half byte is integer work: a processor has four or five instructions for each weight that the
 memory brings. No number is converted: a nibble that is set into the bits of 128 in bfloat16 (1,024 in float16) makes 128 +
-value, and one subtraction of 128 + zero, of two weights at once, leaves the whole number (Kim et al. 2022, "Who Says Elephants
-Can't Run")::
+value, and one subtraction of 128 + zero, of two weights at once, leaves the whole number (Kim et al. 2022, "Who Says
+Elephants Can't Run")::
 
     nibbles of a pair   w >> 4g & 0x000F000F │ 0x43004300     ─►  (128 + v₁, 128 + v₀) − (128 + z, 128 + z)
 
