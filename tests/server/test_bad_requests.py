@@ -219,9 +219,12 @@ def test_a_row_without_a_token_left_is_the_requests_own_fault(server):
     body = {"prompt": "x", "allowed_token_ids": [97], "bad_words": ["aa"], "max_tokens": 4}
     assert error_of(server.complete(**body), 400)["code"] == "no_token_left"
     told = server.complete(**body, stream=True)
-    assert told.status_code == 200
-    assert json.loads(told.text.split("\n\n")[-3].removeprefix("data: "))["error"]["code"] == "no_token_left"
-    assert told.text.endswith("data: [DONE]\n\n")
+    if told.status_code == 400:  # both steps were done before the first piece was sent: merged for a slow reader
+        assert error_of(told, 400)["code"] == "no_token_left"
+    else:
+        assert told.status_code == 200
+        assert json.loads(told.text.split("\n\n")[-3].removeprefix("data: "))["error"]["code"] == "no_token_left"
+        assert told.text.endswith("data: [DONE]\n\n")
     with pytest.raises(openai.APIError, match="no token is left"):
         list(server.openai.completions.create(model="tiny", prompt="x", extra_body=body, stream=True))
 
