@@ -12,6 +12,9 @@
 
 namespace {
 
+// Numbers from which on threads share a loop; fewer are done before a second one has begun.
+constexpr int64_t SHARED_FROM = 1 << 16;
+
 struct bfloat16 {
     uint16_t bits;
 };
@@ -46,7 +49,9 @@ inline float exponential(float x) {
 }
 
 template <class Added>
-void add_rms_norm(int64_t T, int64_t H, const Added* x, float* residual, const float* weight, float eps, float* normed) {
+void add_rms_norm(int64_t T, int64_t H, int64_t threads, const Added* x, float* residual, const float* weight, float eps,
+                  float* normed) {
+#pragma omp parallel for num_threads(threads) if (T * H > SHARED_FROM)
     for (int64_t t = 0; t < T; t++) {
         const Added* added = x + t * H;
         float *sum = residual + t * H, *out = normed + t * H, squares = 0;
@@ -60,7 +65,8 @@ void add_rms_norm(int64_t T, int64_t H, const Added* x, float* residual, const f
 }
 
 template <class E>
-void silu_mul(int64_t T, int64_t I, const E* gate_up, E* product) {
+void silu_mul(int64_t T, int64_t I, int64_t threads, const E* gate_up, E* product) {
+#pragma omp parallel for num_threads(threads) if (T * I > SHARED_FROM)
     for (int64_t t = 0; t < T; t++)
         for (int64_t i = 0; i < I; i++) {
             const float gate = wide(gate_up[2 * t * I + i]), up = wide(gate_up[(2 * t + 1) * I + i]);
@@ -125,9 +131,10 @@ void decode(int64_t S, int64_t Hkv, int64_t G, int64_t D, int64_t B, int64_t win
 }
 
 template <class E>
-void turn_and_write(int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t B, const E* heads, const float* cos,
-                    const float* signed_sin, E* query, E* keys, E* values, int64_t block_stride, int64_t place_stride,
-                    const int64_t* slots) {
+void turn_and_write(int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t B, int64_t threads, const E* heads,
+                    const float* cos, const float* signed_sin, E* query, E* keys, E* values, int64_t block_stride,
+                    int64_t place_stride, const int64_t* slots) {
+#pragma omp parallel for num_threads(threads) if (T * Hq * D > SHARED_FROM)
     for (int64_t t = 0; t < T; t++) {
         const E* head = heads + t * (Hq + 2 * Hkv) * D;
         const float *cosines = cos + t * D / 2, *sines = signed_sin + t * D + D / 2;
@@ -143,15 +150,18 @@ void turn_and_write(int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t B, co
 
 extern "C" {
 #define SERVE(E, SUFFIX)                                                                                                    \
-    void add_rms_norm_##SUFFIX(int64_t T, int64_t H, const E* x, float* residual, const float* weight, float eps,          \
-                               float* normed) {                                                                             \
-        add_rms_norm(T, H, x, residual, weight, eps, normed);                                                               \
+    void add_rms_norm_##SUFFIX(int64_t T, int64_t H, int64_t threads, const E* x, float* residual, const float* weight,    \
+                               float eps, float* normed) {                                                                  \
+        add_rms_norm(T, H, threads, x, residual, weight, eps, normed);                                                      \
     }                                                                                                                       \
-    void silu_mul_##SUFFIX(int64_t T, int64_t I, const E* gate_up, E* product) { silu_mul(T, I, gate_up, product); }       \
-    void turn_and_write_##SUFFIX(int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t B, const E* heads,                 \
-                                 const float* cos, const float* signed_sin, E* query, E* keys, E* values,                  \
+    void silu_mul_##SUFFIX(int64_t T, int64_t I, int64_t threads, const E* gate_up, E* product) {                          \
+        silu_mul(T, I, threads, gate_up, product);                                                                          \
+    }                                                                                                                       \
+    void turn_and_write_##SUFFIX(int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t B, int64_t threads,                \
+                                 const E* heads, const float* cos, const float* signed_sin, E* query, E* keys, E* values,  \
                                  int64_t block_stride, int64_t place_stride, const int64_t* slots) {                       \
-        turn_and_write(T, Hq, Hkv, D, B, heads, cos, signed_sin, query, keys, values, block_stride, place_stride, slots);  \
+        turn_and_write(T, Hq, Hkv, D, B, threads, heads, cos, signed_sin, query, keys, values, block_stride, place_stride, \
+                       slots);                                                                                              \
     }                                                                                                                       \
     void decode_##SUFFIX(int64_t S, int64_t Hkv, int64_t G, int64_t D, int64_t B, int64_t window, float scale,             \
                          int64_t threads, const E* query, int64_t query_stride, const E* keys, const E* values,            \

@@ -53,9 +53,9 @@ def function(name: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
 def _typed(name: str) -> ctypes._NamedFuncPointer:
     whole, real = ctypes.c_int64, ctypes.c_float
     kinds: dict[str, tuple[type[ctypes._SimpleCData[int]] | type[ctypes._SimpleCData[float]], ...]] = {
-        "add_rms_norm": (*[whole] * 5, real, whole),
-        "silu_mul": (whole,) * 4,
-        "turn_and_write": (whole,) * 14,
+        "add_rms_norm": (*[whole] * 6, real, whole),
+        "silu_mul": (whole,) * 5,
+        "turn_and_write": (whole,) * 15,
         "decode": (*[whole] * 6, real, *[whole] * 11),
     }
     found: ctypes._NamedFuncPointer = getattr(library(), name)

@@ -79,7 +79,9 @@ class AttentionStep(Protocol):
 
     One that has a kernel for it may also offer ``turn_and_write(layer_kv, query, key, value, positions, cos, sin)``: turn
     queries and keys by their tokens' positions, write keys and values, give the queries back. It is called in place of
-    :meth:`write`, which else gets keys that are turned already.
+    :meth:`write`, which else gets keys that are turned already. On a CPU, where a step's angles are looked up once for all
+    layers, it is ``turn_and_write_heads(layer_kv, heads, num_heads, cos, signed_sin)``, which may give None and leave it
+    undone.
     """
 
     def write(self, layer_kv: LayerKV, key: Float[Tensor, "T Hkv D"], value: Float[Tensor, "T Hkv D"]) -> None:

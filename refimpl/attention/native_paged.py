@@ -48,7 +48,7 @@ class NativePagedStep(TorchPagedStep):
         query = heads.new_empty(tokens, num_heads, head_dim)
         keys, values = layer_kv.k, layer_kv.v
         function("turn_and_write", heads.dtype)(
-            tokens, num_heads, keys.shape[2], head_dim, keys.shape[1], heads.data_ptr(),
+            tokens, num_heads, keys.shape[2], head_dim, keys.shape[1], self._threads, heads.data_ptr(),
             self._angles[0].data_ptr(), self._angles[1].data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(),
             keys.stride(0), keys.stride(1), self._slots.data_ptr(),
         )  # fmt: skip

@@ -66,6 +66,7 @@ def silu_mul(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     size = gate_up.shape[-1] // 2
     if by_native(gate_up):
         product = gate_up.new_empty(len(gate_up), size)
-        function("silu_mul", gate_up.dtype)(len(gate_up), size, gate_up.data_ptr(), product.data_ptr())
+        threads = torch.get_num_threads()
+        function("silu_mul", gate_up.dtype)(len(gate_up), size, threads, gate_up.data_ptr(), product.data_ptr())
         return product
     return F.silu(gate_up[:, :size]).mul_(gate_up[:, size:])

@@ -36,8 +36,9 @@ class RMSNorm(nn.Module):
         if residual is not None and residual.dtype == torch.float32 and by_native(x, residual, self.weight):
             normed = torch.empty_like(residual)
             function("add_rms_norm", x.dtype)(
-                *residual.shape, x.data_ptr(), residual.data_ptr(), self.weight.data_ptr(), self.eps, normed.data_ptr()
-            )
+                *residual.shape, torch.get_num_threads(),
+                x.data_ptr(), residual.data_ptr(), self.weight.data_ptr(), self.eps, normed.data_ptr(),
+            )  # fmt: skip
             return normed, residual
         summed = x if residual is None else residual.add_(x)
         return self.plainly(summed), summed

@@ -36,11 +36,8 @@ WARM_UP = 0.05
 """Of the steps: learning rates rise, and fall as a cosine after."""
 BESIDE = 0.9
 """Of the way from a level to the weight that it stands for, at most half a step: there numbers begin. So none is as near to
-the next level as noise goes, and those of weights between two levels have the shorter way.
-
-With the rates below it lost least of four tries of 50 steps (SmolLM2, groups of 64, an H200): 8.3% of perplexity, KL 0.082.
-Half of the way and six times the rate of levels lost 8.3% and 0.087, half of it and scales alone 9.2% and 0.088.
-"""
+the next level as noise goes, and those of weights between two levels have the shorter way. Chosen with the
+rates below by four tries of 50 steps on SmolLM2, in groups of 64."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,33 @@ def test_norms_and_swiglu_are_torchs(dtype):
 
 
 @needs_compiler
+@BOTH
+def test_threads_that_share_long_prompts_do_the_same(dtype):
+    T = 1000
+    assert T * HKV * G * D > 2**16, "so many that they are shared"
+    shape = (65, BLOCK, HKV, D)
+    ours, theirs = (LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(2))
+    slots = torch.arange(BLOCK, BLOCK + T).flip(0)
+    metadata = AttentionMetadata.of([T], [T], BLOCK, torch.arange(1, 64)[None], slots)
+    heads, angles = torch.randn(T, HKV * (G + 2), D).to(dtype), torch.randn(T, D // 2)
+    rotation = Rotation(angles.cos()[:, None, None], torch.stack((-angles.sin(), angles.sin()), dim=1).unsqueeze(1))
+    step = NativePagedAttention(D**-0.5).begin_step(metadata)
+    query = step.turn_and_write_heads(ours, heads, HKV * G, rotation.cos, rotation.signed_sin)
+    turned = rotate(heads[:, : HKV * (G + 1)].float(), rotation).to(dtype)
+    TorchPagedAttention(D**-0.5).begin_step(metadata).write(theirs, turned[:, HKV * G :], heads[:, HKV * (G + 1) :])
+    for found, wanted in ((query, turned[:, : HKV * G]), (ours.k, theirs.k), (ours.v, theirs.v)):
+        close(found, wanted, dtype)
+    x, residual = torch.randn(T, 80).to(dtype), torch.randn(T, 80)
+    norm = RMSNorm(80, 1e-5, torch.float32, torch.device("cpu"))
+    torch.nn.init.ones_(norm.weight)
+    normed, summed = norm(x, residual.clone())
+    close(summed, residual + x.float(), torch.float32)
+    close(normed, norm.plainly(residual + x.float()), torch.float32)
+    gate_up = torch.randn(T, 160).to(dtype)
+    close(silu_mul(gate_up), torch.nn.functional.silu(gate_up[:, :80].float()) * gate_up[:, 80:].float(), dtype)
+
+
+@needs_compiler
 def test_what_is_trained_is_torchs():
     gate_up = torch.randn(2, 8, requires_grad=True)
     assert not native.by_native(gate_up)
