@@ -228,13 +228,15 @@ class Watch:
         try:
             data = self._connections[rank].recv(2**16)
             frames = list(self._frames[rank].feed(data))
-        except (OSError, wire.WireError) as error:
+        except wire.WireError as error:
             self._selector.unregister(self._connections[rank])
             self._fail(f"rank {rank} cannot be heard ({error})")
             return
+        except OSError as error:  # what was sent to a process that ended unread comes back as a reset
+            self._hung_up(rank, f"rank {rank} cannot be heard ({error})")
+            return
         if not data:
-            self._selector.unregister(self._connections[rank])
-            self._hung_up(rank)
+            self._hung_up(rank, f"rank {rank} closed its connection")
         self._heard[rank] = time.monotonic()
         for kind, payload in frames:
             if kind == wire.BEAT:
@@ -246,15 +248,16 @@ class Watch:
             elif kind == wire.FAILED:
                 self._fail(f"rank {rank} failed: {payload.decode(errors='replace')}")
 
-    def _hung_up(self, rank: int) -> None:
-        """A socket is closed: most often the process has ended, and its end says more."""
+    def _hung_up(self, rank: int, why: str) -> None:
+        """A connection is gone: most often the process has ended, and its end says more than ``why``."""
+        self._selector.unregister(self._connections[rank])
         if self._closing:
             return
         if self._processes is not None:
             self._processes.wait(POLL_SECONDS)
             if (dead := self._processes.dead()) is not None:
                 self._fail(dead)
-        self._fail(f"rank {rank} closed its connection")
+        self._fail(why)
 
     def _fail(self, why: str) -> None:
         """Give up: the first reason stays."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from rank_processes import PATIENCE, assert_nothing_is_left, ended_in_the_midst, is_alive
@@ -17,6 +18,7 @@ from refimpl.models.tiny import tiny
 from refimpl.parallel import executor as parallel_executor
 from refimpl.parallel import torchrun, wire
 from refimpl.parallel.setup import Model
+from refimpl.parallel.watch import Watch
 
 
 def test_a_rank_that_dies_at_its_start_fails_the_construction_with_what_it_wrote(monkeypatch, tmp_path):
@@ -135,3 +137,27 @@ def test_frames_come_out_whole_however_they_arrive():
     assert found == [(b"T", bytes([count]) * count) for count in (0, 1, 200)]
     with pytest.raises(wire.WireError, match="are the most"):
         list(frames.feed(wire.HEADER.pack(b"T", wire.MOST_BYTES + 1)))
+
+
+class Killed:
+    """Processes of which one ends: found out only by who waits for it."""
+
+    ended = False
+
+    def wait(self, seconds):
+        self.ended = True
+
+    def dead(self):
+        return "rank 1 was killed by SIGKILL" if self.ended else None
+
+
+@pytest.mark.parametrize("lost", [ConnectionResetError(104, "Connection reset by peer"), b""])
+def test_a_lost_connection_is_told_by_what_ended_the_rank(lost):
+    watch = object.__new__(Watch)
+    watch.failure, watch._closing, watch._changed = None, False, threading.Condition()
+    watch._processes, watch._selector, watch._connections = Killed(), Mock(), {1: Mock()}
+    watch._connections[1].recv = Mock(side_effect=[lost])
+    watch._frames, watch._heard = {1: wire.Frames()}, {}
+    watch._hear(1)
+    watch._selector.unregister.assert_called_once_with(watch._connections[1])
+    assert watch.failure == "rank 1 was killed by SIGKILL"
