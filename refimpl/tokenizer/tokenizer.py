@@ -267,13 +267,16 @@ def stand_in_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """A token for each byte (ids 0 to 255), then ``<|end|>`` (256) and the chat roles, then fillers up to ``vocab_size``."""
-    alphabet = _byte_alphabet()
-    fillers = [f"<|{i}|>" for i in range(BYTE_VOCABULARY, vocab_size)]
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    """A token for each byte (ids 0 to 255), then ``<|end|>`` (256) and the chat roles, then fillers up to ``vocab_size``.
+
+    No text becomes a filler, but a filler has a text, its number: what random weights draw can be streamed token by token.
+    """
+    fillers = [f"<{i}>" for i in range(BYTE_VOCABULARY, vocab_size)]
+    words = [*_byte_alphabet(), *SPECIAL_TOKENS, *fillers]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens([*SPECIAL_TOKENS, *fillers])
+    backend.add_special_tokens([*SPECIAL_TOKENS])
     return Tokenizer(backend, chat_template=CHAT_TEMPLATE, special_tokens={"eos_token": SPECIAL_TOKENS[0]})
 
 

@@ -23,7 +23,13 @@ def test_ids_under_256_are_the_bytes():
     assert tokenizer.vocab_size == 320
     for text in TEXTS[:10]:
         assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.encode("<|end|><|system|><|user|><|assistant|><|260|><|319|>") == [256, 257, 258, 259, 260, 319]
+    assert tokenizer.encode("<|end|><|system|><|user|><|assistant|>") == [256, 257, 258, 259]
+
+
+def test_ids_that_no_text_becomes_have_texts_so_that_a_stream_of_them_is_seen():
+    tokenizer = byte_tokenizer(320)
+    assert tokenizer.decode([260, 104, 319]) == "<260>h<319>"
+    assert tokenizer.encode("<260>") == list(b"<260>")
 
 
 @hypothesis_settings(deadline=None)
@@ -43,7 +49,7 @@ def test_special_tokens_are_left_out_on_request():
     tokenizer = byte_tokenizer(300)
     assert tokenizer.decode([258, 104, 105, 256]) == "hi"
     assert tokenizer.decode([258, 104, 105, 256], skip_special_tokens=False) == "<|user|>hi<|end|>"
-    assert tokenizer.special_ids == frozenset(range(256, 300))
+    assert tokenizer.special_ids == frozenset(range(256, 260))
 
 
 def test_ids_outside_the_vocabulary_have_no_text():
