@@ -269,6 +269,8 @@ def test_a_quantised_shape_is_kept_apart_and_held_against_its_own_bounds(monkeyp
     assert [(check.name, check.ok) for check in checks] == [("decode1_70b_fp8", True), ("decode64_70b_fp8", False)]
     assert [check.name for check in offline.checks_of("llama-3-8b", None, rows)] == ["decode1_8b", "decode64_8b"]
     assert offline.checks_of("llama-3-70b", None, rows) == []
+    four_bits = offline.checks_of("llama-3-70b", "awq", {"decode-1": {"median_step": 0.0121}})
+    assert [(check.name, check.ok) for check in four_bits] == [("decode1_70b_awq_step", False)]
 
 
 @pytest.mark.parametrize("name", ["decode", "decode-0", "decode-x", "mixed-", "burst-4"])

@@ -72,7 +72,6 @@ def shape(monkeypatch, tmp_path):
     write_config(tiny(vocab_size=300).config, tmp_path)
     monkeypatch.setattr(speculation, "DRAFTS", {"1b": str(tmp_path), "8b": str(tmp_path)})
     monkeypatch.setattr(speculation, "SHAPE_PROMPT", 16)
-    monkeypatch.setattr(speculation, "MOST_DRAFTS", 2)
     monkeypatch.setattr("refimpl.executor.round_costs.ROUNDS", 1)
     monkeypatch.setattr("refimpl.executor.round_costs.CONTEXT", 8)
     return str(tmp_path)
@@ -80,7 +79,7 @@ def shape(monkeypatch, tmp_path):
 
 def test_rows_of_a_shape_say_everywhere_that_acceptance_is_synthetic(shape, caplog):
     options = {"dtype": "float32", "num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
-    result = speculation.run(options, shape, ["draft_1b", "adaptive_1b"], 1, (2,), 0.5, scale=0.1)
+    result = speculation.run(options, shape, ["draft_1b", "adaptive_1b"], 1, (2,), 0.5, scale=0.1, most_drafts=2)
     assert list(result.results) == ["draft_1b", "adaptive_1b"]
     assert result.setting["synthetic_acceptance"] == [0.5, 0.4, 0.75]
     assert any("what comes out means nothing" in record.message for record in caplog.records)
@@ -100,7 +99,7 @@ def test_rows_of_a_shape_say_everywhere_that_acceptance_is_synthetic(shape, capl
 
 def test_several_batch_sizes_show_from_which_on_nothing_pays(shape):
     options = {"dtype": "float32", "num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
-    result = speculation.run(options, shape, ["adaptive_8b"], 1, (1, 2), scale=0.1, rates=(0.25,))
+    result = speculation.run(options, shape, ["adaptive_8b"], 1, (1, 2), scale=0.1, rates=(0.25,), most_drafts=2)
     assert result.topic == "speculation_crossing"
     [(rate, found)] = result.results["adaptive_8b"]["rates"].items()
     assert (rate, list(found["batches"])) == ("0.25", ["1", "2"])

@@ -48,8 +48,8 @@ FP8_ON_H200 = {
 """Output tokens a second that FP8 weights must bring on one H200, by shape. vLLM 0.23.0 has 283, 8,888 and 11,627 of the
 first, 48, 1,445 and 1,413 of the second (FP8 weights, activations scaled by token, CUTLASS); for a single request the bound
 is 1.1 times that, which is 80% of what reading the weights alone would allow."""
-AWQ_ON_H200 = {"llama-3-70b": {"decode-1": 83.0}}
-"""The same of 4-bit weights: 12 ms a step, of which reading 38 GB of weights at 4.3 TB/s takes 9."""
+STEP_ON_H200: dict[tuple[str, str | None], dict[str, float]] = {("llama-3-70b", "awq"): {"decode-1": 0.012}}
+"""Seconds that a step may take, by shape and weights: reading 38 GB of 4-bit weights at 4.3 TB/s takes 9 ms."""
 
 
 def requests_of(name: str, scale: float = 1.0) -> Requests:
@@ -162,6 +162,7 @@ def _measure(engine: Engine, requests: Requests, repeats: int, seconds: float) -
         "output_tokens": tokens,
         "seconds": totals,
         "output_tokens_per_second": tokens / statistics.median(totals),
+        "median_step": statistics.median(step for run in runs for step in run.steps),
     }
 
 
@@ -170,14 +171,23 @@ def checks_of(model_config: str, quantization: str | None, results: dict[str, An
     if not torch.cuda.is_available() or "H200" not in torch.cuda.get_device_name():
         return []
     of_shape = f"{model_config.rpartition('-')[2]}{'' if quantization is None else f'_{quantization}'}"
+    rates, steps = bounds_of(model_config, quantization), STEP_ON_H200.get((model_config, quantization), {})
+    named = {name: f"{name.replace('-', '')}_{of_shape}" for name in results}
     return [
-        check(f"{name.replace('-', '')}_{of_shape}", results[name]["output_tokens_per_second"], ">=", bound)
-        for name, bound in bounds_of(model_config, quantization).items()
-        if name in results
+        *(
+            check(named[name], results[name]["output_tokens_per_second"], ">=", rates[name])
+            for name in rates
+            if name in results
+        ),
+        *(
+            check(f"{named[name]}_step", results[name]["median_step"], "<=", steps[name])
+            for name in steps
+            if name in results
+        ),
     ]
 
 
 def bounds_of(model_config: str, quantization: str | None) -> dict[str, float]:
     """The least output tokens a second on one H200, by workload; none for what nobody else was measured with."""
-    by_method = {None: BF16_ON_H200, "fp8": FP8_ON_H200, "awq": AWQ_ON_H200}
+    by_method = {None: BF16_ON_H200, "fp8": FP8_ON_H200}
     return by_method.get(quantization, {}).get(model_config, {})

@@ -25,7 +25,7 @@ from refimpl.bench.rounds import Answered, answer
 from refimpl.bench.rows import DoesNotFit, Figures
 from refimpl.bench.scaling_plan import Machine
 from refimpl.bench.sides import Requests, Run, in_turn, prompt, serve
-from refimpl.bench.speculation import drafting
+from refimpl.bench.speculation import Chance, drafting
 from refimpl.bench.subject import model_or_shape
 from refimpl.config import EngineArgs, ModelConfig
 from refimpl.engine import Engine
@@ -157,7 +157,7 @@ class _Measuring:
         """Start an engine with random weights, with a draft model of a shape or without; the one before is closed."""
         self.close()
         options, _ = model_or_shape(options, model_config)
-        args = EngineArgs.from_options(options | ({} if draft is None else drafting(draft, ACCEPTANCE)))
+        args = EngineArgs.from_options(options | ({} if draft is None else drafting(draft, Chance(ACCEPTANCE))))
         began = time.perf_counter()
         self._engine = engine = Engine(args)
         share = share_of(engine.model_config, args.tensor_parallel_size)

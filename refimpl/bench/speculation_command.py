@@ -34,6 +34,7 @@ def speculation(
     ] = "64",
     acceptance: Annotated[float, typer.Option(help="Of a shape: the probability that a draft is accepted.")] = 0.75,
     rates: Annotated[str, typer.Option(help="The same of the adaptive rows, by commas.")] = "0.4,0.75",
+    most_drafts: Annotated[int, typer.Option(help="Of a shape: most tokens drafted a round.")] = 8,
     scale: Annotated[float, typer.Option(help="Shrink output lengths by this, for a quick look.")] = 1.0,
     max_minutes: Annotated[float | None, typer.Option(help="For everything; rows that have no time left say so.")] = None,
     as_json: AsJson = False,
@@ -52,5 +53,5 @@ def speculation(
             "probabilities, such as 0.4,0.75"
         ) from error
     names = rows.split(",") if rows else None
-    found = run(engine_options, model_config, names, repeats, sizes, acceptance, scale, max_minutes, chances)
+    found = run(engine_options, model_config, names, repeats, sizes, acceptance, scale, max_minutes, chances, most_drafts)
     report_result(found, as_json, save)
