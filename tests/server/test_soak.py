@@ -24,7 +24,7 @@ SECONDS = float(os.environ.get("REFIMPL_SOAK_SECONDS", "3"))
 WORKERS = 6
 BLOCKS = 18
 """Of 16 tokens: what the longest request takes, so that some give way."""
-SETTLES = 600.0
+SETTLES = 1800.0
 """Seconds of a run of which the last two thirds take no more than 2% of memory; before, logs and caches fill."""
 
 
