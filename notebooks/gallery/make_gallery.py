@@ -1,17 +1,23 @@
 """Make the pictures that the README shows, from a real run of the tiny model and from a server under load.
 
-    python notebooks/gallery/make_gallery.py [run] [server]
+    python notebooks/gallery/make_gallery.py [run] [server] [board]
 
 run: run.jsonl.gz (the event log), run.html (the exported page), dashboard-light.png and dashboard-dark.png. The run has a
 preemption, copies on write, a fork and prefix hits. server: server-light.png, the page /ui while `refimpl serve` answers
-with the embedded model. Pictures need playwright and a Chromium on PATH.
+with the embedded model. board: board-light.png, the panels of the dashboard for Grafana over two minutes of such a server;
+it needs Prometheus on PATH. Pictures need playwright and a Chromium on PATH.
 """
 
 import contextlib
+import importlib.resources
+import json
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +25,11 @@ from typing import Any
 import httpx
 
 from refimpl import Engine, EngineArgs, EventLog, SamplingParams
+from refimpl.notebooks.gallery.board import Series, draw
 from refimpl.visualizers import export_html
 
 HERE = Path(__file__).parent
+MONITORING = importlib.resources.files("refimpl.server").joinpath("monitoring")
 LATE = [
     ("fox again", "The quick brown fox jumps over the lazy cat", 40),
     ("paging", "What is paging?", 50),
@@ -138,11 +146,71 @@ def wait_for_step(tab: Any, step: int) -> None:
         tab.wait_for_timeout(50)
 
 
+# ---------------------------------------------------------------------- the dashboard for Grafana
+
+
+@contextlib.contextmanager
+def prometheus(url: str) -> Iterator[str]:
+    """The address of a Prometheus that asks a server every second."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    text = MONITORING.joinpath("prometheus.yml").read_text(encoding="utf-8")
+    text = text.replace("scrape_interval: 5s", "scrape_interval: 1s").replace("127.0.0.1:8000", url.removeprefix("http://"))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "prometheus.yml").write_text(text, encoding="utf-8")
+        flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        command = ["prometheus", *flags, f"--web.listen-address={address}", "--log.level=error"]
+        with subprocess.Popen(command) as process:
+            try:
+                yield f"http://{address}"
+            finally:
+                process.terminate()
+
+
+def answers(address: str, query: str, start: float, seconds: float) -> list[Series]:
+    """What Prometheus says to a query, for all models and engines."""
+    for name, value in {"$model": ".*", "$engine": ".*", "$__rate_interval": "10s"}.items():
+        query = query.replace(name, value)
+    asked: dict[str, str | float] = {"query": query, "start": start, "end": start + seconds, "step": 1}
+    reply = httpx.get(f"{address}/api/v1/query_range", params=asked, timeout=60, trust_env=False).raise_for_status()
+    found = reply.json()["data"]["result"]
+    return [Series(one["metric"], [(at - start, float(value)) for at, value in one["values"]]) for one in found]
+
+
+def photograph_board() -> None:
+    """A pool that is too small for what is asked, with room to swap and with drafts, so that every panel has a line."""
+    flags = "--num-gpu-blocks-override 40 --max-num-seqs 6 --max-model-len 512 --swap-space 0.05 --num-speculative-tokens 3"
+    load = "--workload prefix:3*64+16-96/16-160 --request-rate 0.4 --num-prompts 44 --seed 3"
+    load += " --goodput ttft:60000,tpot:60000"  # whatever the machine
+    with served(*flags.split()) as url, prometheus(url) as address, new_tab(860) as tab:
+        start = time.time()
+        command = [
+            sys.executable,
+            "-c",
+            "from refimpl.cli import main; main()",
+            "bench",
+            "serve",
+            "--url",
+            url,
+            *load.split(),
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        seconds = time.time() - start
+        board = json.loads(MONITORING.joinpath("grafana.json").read_text(encoding="utf-8"))
+        tab.set_content(
+            f"<body style='margin:0'>{draw(board, lambda query: answers(address, query, start, seconds), seconds)}"
+        )
+        tab.locator("svg").screenshot(path=HERE / "board-light.png")
+
+
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or ["run", "server"]
+    wanted = sys.argv[1:] or ["run", "server", "board"]
     if "run" in wanted:
         log = run()
         log.save(HERE / "run.jsonl.gz")
         screenshots(export_html(log, HERE / "run.html"))
     if "server" in wanted:
         photograph_server()
+    if "board" in wanted:
+        photograph_board()

@@ -5,11 +5,13 @@ import json
 import re
 import shutil
 import subprocess
+from xml.etree import ElementTree
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from refimpl import Engine, EngineArgs
+from refimpl.notebooks.gallery.board import COLUMN, LEFT, RIGHT, TOP, Series, draw
 from refimpl.server.metric_names import METRICS
 from refimpl.server.metrics import ServerMetrics
 
@@ -69,3 +71,23 @@ def test_prometheus_can_read_its_configuration_and_every_query(tmp_path):
     for what, file in (("rules", "rules.json"), ("config", "prometheus.yml")):
         done = subprocess.run([PROMTOOL, "check", what, tmp_path / file], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_drawing_has_every_panel_and_a_line_for_each_series_that_is_broken_where_there_is_no_value():
+    def ask(query):
+        nothing, points = float("nan"), [(0.0, 1.0), (5.0, 2.0)]
+        return [
+            Series({"engine": "0"}, points),
+            Series({"engine": "<1>"}, [*points, (6.0, nothing), (7.0, 1.0), (8.0, 4.0)]),
+        ]
+
+    drawing = ElementTree.fromstring(draw(DASHBOARD, ask, 10.0))
+    texts = {text.text or "" for text in drawing.findall(".//{*}text")}
+    assert all(any(text.startswith(panel["title"]) for text in texts) for panel in DASHBOARD["panels"])
+    assert {"engine 0", "engine <1>", "10 s"} <= texts
+    paths = [path.get("d") for path in drawing.findall(".//{*}path")]
+    assert len(paths) == 2 * len(QUERIES)
+    assert [(path.count("M"), path.count("L")) for path in paths] == len(QUERIES) * [(1, 1), (2, 2)]
+    first = DASHBOARD["panels"][1]["gridPos"]
+    assert paths[1].endswith(f",{TOP:.1f}"), "the largest value is at the top of its panel"
+    assert f"L{first['w'] * COLUMN - RIGHT - 0.2 * (first['w'] * COLUMN - LEFT - RIGHT):.1f}," in paths[1]

@@ -1,16 +1,20 @@
 """Some seconds of everything at once: answers, refusals, disconnects, aborts. In the end the books are right.
 
-``REFIMPL_SOAK_SECONDS`` makes it longer; the seed is printed, and ``REFIMPL_SOAK_SEED`` repeats it.
+``REFIMPL_SOAK_SECONDS`` makes it longer; the seed is printed, and ``REFIMPL_SOAK_SEED`` repeats it. A long one holds the
+memory of the process too.
 """
 
 import json
 import os
 import random
+import resource
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import httpx
+import pytest
 from counts import SAID
 from server_support import LiveServer, Raw, events, request_bytes, until
 
@@ -18,6 +22,10 @@ from refimpl.server.limits import Limits
 
 SECONDS = float(os.environ.get("REFIMPL_SOAK_SECONDS", "3"))
 WORKERS = 6
+BLOCKS = 18
+"""Of 16 tokens: what the longest request takes, so that some give way."""
+SETTLES = 1800.0
+"""Seconds of a run of which the last two thirds take no more than 2% of memory; before, logs and caches fill."""
 
 
 def good(chosen):
@@ -91,17 +99,33 @@ class Worker(threading.Thread):
         return self.whole()
 
 
+def memory_while(workers):
+    """Bytes of memory that this process has, again and again until all have ended."""
+    found = []
+    while any(worker.is_alive() for worker in workers):
+        found.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
+        time.sleep(SECONDS / 300)
+    return found
+
+
+@pytest.mark.timeout(SECONDS + 600)
 def test_everything_at_once():
     seed = int(os.environ.get("REFIMPL_SOAK_SEED", random.SystemRandom().randint(0, 10**6)))
-    server = LiveServer(num_gpu_blocks_override=40, max_num_queued_reqs=64, limits=Limits(body_timeout=2))
+    pool = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 16 * (BLOCKS - 1)}
+    server = LiveServer(max_num_queued_reqs=64, limits=Limits(body_timeout=2), **pool)
+    preempted = Counter()
+    server.llm.engine.events.subscribe(lambda record: preempted.update(one.mode for one in record.preempted))
     end = time.monotonic() + SECONDS
     workers = [Worker(server, seed + number, end) for number in range(WORKERS)]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join(SECONDS + 60)
+    memory = memory_while(workers)
+    settled, last = memory[len(memory) // 3], memory[-1]
     counts = sum((worker.counts for worker in workers), Counter())
-    SAID.append(f"soak: seed {seed}, {SECONDS:g} s, {dict(counts)}")
+    told = f"{dict(counts)}, {preempted.total()} preemptions in {BLOCKS} blocks"
+    SAID.append(f"soak: seed {seed}, {SECONDS:g} s, {told}, {settled / 2**20:.1f} to {last / 2**20:.1f} MiB")
+    assert SECONDS < SETTLES or preempted.total() > 0
+    assert SECONDS < SETTLES or last <= 1.02 * settled
     assert counts["sent"] == counts["answered"] + counts["refused"] + counts["aborted"] + counts["left"]
     assert min(counts["answered"], counts["refused"], counts["left"]) > 0
     until(server.idle)
