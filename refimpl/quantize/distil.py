@@ -56,6 +56,11 @@ class Training:
     """Share by which a scale may, about."""
     seed: int = 0
 
+    @classmethod
+    def asked(cls, steps: int, tokens: int, seed: int) -> Training | None:
+        """As a command's options ask for it; None for 0 steps."""
+        return cls(steps=steps, tokens=tokens, seed=seed) if steps else None
+
 
 @dataclass(frozen=True)
 class QuantisedLayer:
