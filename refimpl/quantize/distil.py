@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from refimpl.executor.device import resolve_dtype
 from refimpl.quantization.awq_layout import LARGEST, float16_above_0
 from refimpl.quantize.dense_layers import DenseModel, Layer
 from refimpl.quantize.groups import MATRICES
@@ -166,11 +167,8 @@ def trained(
     device: torch.device,
     show_progress: bool = False,
 ) -> list[QuantisedLayer]:
-    """The layers with better levels and scales. The whole model is there, in float32, five times over where levels move.
-
-    Products are in bfloat16 on a GPU, in float32 on a CPU.
-    """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    """The layers with better levels and scales. The whole model is there, in float32, five times over where levels move."""
+    dtype = product_dtype(device)
     model = DenseModel(source.config, dict(source.outside_layers()), dtype, device)
     teacher = [_layer_of(source, number, dtype, device) for number in range(len(layers))]
     norms = [
@@ -189,6 +187,11 @@ def trained(
 
         best = distil(model, teacher.__getitem__, Student(norms, matrices, dtype), windows.to(device), training, tell)
     return [dataclasses.replace(layer, levels=levels) for layer, levels in zip(layers, best, strict=True)]
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Bfloat16 where the device computes in it natively, else float32: gradients in float16 would need a scaled loss."""
+    return torch.bfloat16 if resolve_dtype("auto", device) == torch.bfloat16 else torch.float32
 
 
 def _is_matrix(name: str) -> bool:

@@ -7,12 +7,13 @@ import torch
 from family_models import variant
 from quantize_support import CPU, PROMPTS, TEXT, distance, logits, tensors_of, with_outliers
 
+from refimpl.executor import device
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.in_memory import TransformersCheckpoint
 from refimpl.quantization.awq_layout import quantise_groups
 from refimpl.quantize.awq import AwqOptions, quantize_awq
 from refimpl.quantize.dense_layers import DenseModel
-from refimpl.quantize.distil import HELD_OUT_TOKENS, TrainedMatrix, Training, divergence, share_of_rate, split
+from refimpl.quantize.distil import HELD_OUT_TOKENS, TrainedMatrix, Training, divergence, product_dtype, share_of_rate, split
 from refimpl.quantize.refine import Levels
 from refimpl.quantize.source import Source
 
@@ -72,6 +73,12 @@ def test_the_divergences_gradient_is_that_of_autograd(monkeypatch):
     loss, gradient = divergence(head, expected, found.detach(), 20)
     assert torch.allclose(loss, wanted, rtol=1e-5)
     assert torch.allclose(gradient, found.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [({"amx_bf16"}, torch.bfloat16), ({"avx2"}, torch.float32)])
+def test_products_are_in_bfloat16_where_it_is_native(monkeypatch, flags, dtype):
+    monkeypatch.setattr(device, "cpu_flags", lambda: flags)
+    assert product_dtype(CPU) == dtype
 
 
 def test_the_rate_rises_and_falls():
