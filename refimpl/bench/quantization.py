@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,16 +23,28 @@ NEAREST, AWQ, FP8 = "4 bits, rounded to nearest", "4 bits, AWQ", "FP8"
 
 def run(
     model: str,
+    options: AwqOptions | None = None,
     text: Path | None = None,
     tokens: int | None = None,
-    calibration_tokens: int = AwqOptions.calibration_tokens,
-    device: str = "auto",
     dtype: str = "float32",
     show_progress: bool = False,
 ) -> Result:
-    """Quantise a model in each way, and hold what comes of it against the model itself."""
-    nearest = AwqOptions(search=False, device=device)
-    aware = AwqOptions(calibration_tokens=calibration_tokens, device=device)
+    """Quantise a model in each way, and hold what comes of it against the model itself.
+
+    Args:
+        model: as ``EngineArgs.model``.
+        options: of AWQ. Group size and device are those of rounding to nearest too, which needs no text.
+        text: to predict, in UTF-8; None: the one that comes with refimpl.
+        tokens: of its beginning; None: all.
+        dtype: of activations while it is predicted, and of weights that are not quantised.
+        show_progress: draw bars on stderr.
+
+    Of each way the result tells the file's size in 10⁶ bytes, and the seconds that it took from model to file: for AWQ
+    the writing of its texts, the searches and the training.
+
+    """
+    aware = options or AwqOptions()
+    nearest = dataclasses.replace(aware, search=False, training=None)
     ways: dict[str, Callable[[Path], Written]] = {
         NEAREST: lambda out: quantize_awq(model, out, nearest, show_progress),
         AWQ: lambda out: quantize_awq(model, out, aware, show_progress),
@@ -40,10 +53,10 @@ def run(
     with tempfile.TemporaryDirectory() as work:
         made = [_timed(write, Path(work) / str(number)) for number, write in enumerate(ways.values())]
         found = evaluate(
-            [written.folder for written, _ in made], model, text=text, tokens=tokens, device=device, dtype=dtype,
-            show_progress=show_progress,
+            [written.folder for written, _ in made], model, text=text, tokens=tokens, device=aware.device,
+            dtype=dtype, show_progress=show_progress,
         )  # fmt: skip
-    checkpoint, first = open_checkpoint(model), found[0]
+    checkpoint, first, trained = open_checkpoint(model), found[0], aware.training
     rows = {name: _row(one, *how) for name, one, how in zip(ways, found, made, strict=True)}
     return Result(
         topic="quantization",
@@ -52,8 +65,9 @@ def run(
             dtype=dtype,
             workload=f"{first.tokens:,} tokens of {first.text}, in windows of {first.window:,}",
             workload_hash=first.text_hash,
-            group_size=check_group_size(checkpoint.config, None),
-            calibration=f"{calibration_tokens:,} tokens that the model wrote",
+            group_size=check_group_size(checkpoint.config, aware.group_size),
+            calibration=f"{aware.calibration_tokens:,} tokens that the model wrote",
+            training="none" if trained is None else f"{trained.steps:,} steps on {trained.tokens:,} tokens that it wrote",
         ),
         results={"perplexity": first.reference_perplexity} | rows,
         checks=_checks(dict(zip(ways, found, strict=True))),
@@ -70,6 +84,7 @@ def _row(found: Evaluation, written: Written, seconds: float) -> dict[str, Any]:
     kept = ("perplexity", "kl_mean", "kl_p99", "same_top_token")
     return {name: figures[name] for name in kept} | {
         "increase": found.increase,
+        "megabytes": written.bytes / 1e6,
         "bits_per_parameter": written.bits_per_parameter,
         "seconds": seconds,
     }

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": (
         "serve --dtype float32 --workload 32-256/16-64 --request-rate 0.5,1 --num-prompts 48 --goodput ttft:1000,tpot:200"
     ),
+    "quantization": "quantization --group-size 32 --train-steps 300",
     "serve_sim": "serve-sim --model-config llama-3-8b",
     "startup": "startup --model-config llama-3-8b",
     "idle": "idle --model-config llama-3-8b",

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 HEAD = (
-    "| | bits a parameter | perplexity | KL, mean | KL, 99th percentile | same top token | seconds |\n"
-    "|---|---|---|---|---|---|---|\n"
+    "| | MB | bits a parameter | perplexity | KL, mean | KL, 99th percentile | same top token | seconds to make |\n"
+    "|---|---|---|---|---|---|---|---|\n"
 )
 
 
 def quantization_table(result: dict[str, Any]) -> str:
     """A row for the model itself, and one for each checkpoint made of it."""
     results = result["results"]
-    rows = f"| not quantised | | {results['perplexity']:.3f} | | | | |\n"
+    rows = f"| not quantised | | | {results['perplexity']:.3f} | | | | |\n"
     for name, row in results.items():
         if isinstance(row, dict):
             rows += (
-                f"| {name} | {row['bits_per_parameter']:.2f} | {row['perplexity']:.3f} ({row['increase']:+.2%}) | "
+                f"| {name} | {row['megabytes']:,.1f} | {row['bits_per_parameter']:.2f} | "
+                f"{row['perplexity']:.3f} ({row['increase']:+.2%}) | "
                 f"{row['kl_mean']:.4f} | {row['kl_p99']:.3f} | {row['same_top_token']:.1%} | {row['seconds']:.0f} |\n"
             )
-    told = f"\nGroups of {result['setting']['group_size']}; calibrated on {result['setting']['calibration']}.\n"
-    return f"{result['setting']['workload']}:\n\n{HEAD}{rows}{told}"
+    s = result["setting"]
+    told = f"\nGroups of {s['group_size']}; AWQ calibrated on {s['calibration']}; training: {s['training']}.\n"
+    return f"{s['workload']}:\n\n{HEAD}{rows}{told}"

@@ -9,14 +9,23 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from tqdm import tqdm
 
 from refimpl.errors import ConfigError
+from refimpl.executor.device import resolve_device
 from refimpl.llm import LLM
 from refimpl.loading.checkpoint import Checkpoint
+from refimpl.model_config import ModelConfig
 from refimpl.sampling_params import SamplingParams
 from refimpl.speculate.self_text import SEEDS_APART, SelfWriter
 
 TEXTS_AT_ONCE = 32
+"""On a CPU, and at least on a GPU."""
+GPU_TEXTS_AT_ONCE = 512
+GPU_CACHE_BYTES = 2**32
+"""On a GPU, of the keys and values of all texts at once: more texts than a CPU's number stay below it."""
+ON_A_GPU = {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
+"""The prompts of a round of chats begin in few steps. Of what they share little is worth the host's time to look it up."""
 BLOCK = 16
 TEMPERATURE = 0.8
 """Of the model's answers."""
@@ -79,23 +88,42 @@ def _of(checkpoint: Checkpoint, prompts: Sequence[Any]) -> list[int]:
 def _own(checkpoint: Checkpoint, tokens: int, length: int, seed: int, device: str, show_progress: bool) -> list[int]:
     """Half of them of chats, and half of texts of any kind."""
     half = -(-tokens // 2)
-    at_once = min(TEXTS_AT_ONCE, -(-half // length))
+    on_gpu = resolve_device(device).type == "cuda"
+    at_once = min(texts_at_once(checkpoint.config, length, on_gpu), -(-half // length))
     blocks = at_once * -(-length // BLOCK)
-    with LLM(checkpoint, device=device, max_model_len=length, block_size=BLOCK, num_gpu_blocks_override=blocks) as llm:
+    options = ON_A_GPU if on_gpu else {}
+    chats, texts = list[int](), list[int]()
+    with (
+        LLM(
+            checkpoint, device=device, max_model_len=length, block_size=BLOCK, num_gpu_blocks_override=blocks,
+            max_num_seqs=at_once, **options,
+        ) as llm,
+        tqdm(total=2 * half, desc="calibration text", unit=" tokens", disable=not show_progress) as bar,
+    ):  # fmt: skip
         writer = SelfWriter(llm, seed, length)
-        chats, texts = list[int](), list[int]()
         for first in count(0, at_once):
             if len(chats) >= half:
                 break
-            chats += writer.chats(first, at_once, lambda number: TEMPERATURE, show_progress).token_ids.tolist()
+            chats += writer.chats(first, at_once, lambda number: TEMPERATURE, show_progress=False).token_ids.tolist()
+            bar.update(min(len(chats), half) - bar.n)
         for first in count(0, at_once):
             if len(texts) >= half:
                 break
-            texts += _texts(llm, first, at_once, length, seed, show_progress)
+            number = min(at_once, -(-(half - len(texts)) // length))
+            texts += _texts(llm, first, number, length, seed)
+            bar.update(half + min(len(texts), half) - bar.n)
     return chats[:half] + texts[:half]
 
 
-def _texts(llm: LLM, first: int, number: int, length: int, seed: int, show_progress: bool) -> list[int]:
+def texts_at_once(config: ModelConfig, length: int, on_gpu: bool) -> int:
+    """How many texts of ``length`` tokens are written together: on a GPU as many as keep a step worth its launches."""
+    if not on_gpu:
+        return TEXTS_AT_ONCE
+    room = GPU_CACHE_BYTES // (length * config.kv_bytes_per_token(2))
+    return max(TEXTS_AT_ONCE, min(GPU_TEXTS_AT_ONCE, room))
+
+
+def _texts(llm: LLM, first: int, number: int, length: int, seed: int) -> list[int]:
     """Texts ``first`` to ``first + number - 1`` of ``length`` tokens each; where one ends, the model begins another.
 
     Each goes on from a token drawn from the whole vocabulary (as in the data-free distillation of Liu et al. 2023,
@@ -111,5 +139,5 @@ def _texts(llm: LLM, first: int, number: int, length: int, seed: int, show_progr
         )
         for one in seeds
     ]  # fmt: skip
-    outputs = llm.generate(list(starts), params, use_tqdm=show_progress)
+    outputs = llm.generate(list(starts), params, use_tqdm=False)
     return [token for start, output in zip(starts, outputs, strict=True) for token in (*start, *output.outputs[0].token_ids)]

@@ -23,6 +23,17 @@ Out = Annotated[Path, typer.Option(help="The folder to write; it is whole or not
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint folder that is there.")]
 ShardGigabytes = Annotated[float, typer.Option(help="The most that one safetensors file holds, in 10⁹ bytes.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, …).")]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(help="Input channels of one scale: 128, 64 or 32. Default: the largest that divides every matrix."),
+]
+CalibrationTokens = Annotated[int, typer.Option(help="How many tokens to calibrate on.")]
+TrainSteps = Annotated[
+    int,
+    typer.Option(min=0, help="Steps in which scales and levels of all layers are trained together, after the searches."),
+]
+TrainTokens = Annotated[int, typer.Option(min=1, help="How many tokens to train on.")]
+TextSeed = Annotated[int, typer.Option(help="Of the texts that the model writes, and of their order in training.")]
 
 
 @quantize.callback()
@@ -35,10 +46,7 @@ def awq(
     model: Model,
     *,
     out: Out,
-    group_size: Annotated[
-        int | None,
-        typer.Option(help="Input channels of one scale: 128, 64 or 32. Default: the largest that divides every matrix."),
-    ] = None,
+    group_size: GroupSize = None,
     no_search: Annotated[
         bool, typer.Option("--no-search", help="Round to nearest: no scales, no clipping, no calibration (a baseline).")
     ] = False,
@@ -50,13 +58,11 @@ def awq(
         Path | None,
         typer.Option(help="Texts to calibrate on: JSON lines, as of generate. Default: texts that the model writes itself."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="How many tokens to calibrate on.")] = 32_768,
-    train_steps: Annotated[
-        int, typer.Option(help="Steps in which scales and levels of all layers are trained together, after the searches.")
-    ] = 0,
-    train_tokens: Annotated[int, typer.Option(help="How many tokens to train on.")] = 1_000_000,
+    calibration_tokens: CalibrationTokens = 32_768,
+    train_steps: TrainSteps = 0,
+    train_tokens: TrainTokens = 1_000_000,
     window: Annotated[int, typer.Option(help="Tokens of one calibration text.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the texts that the model writes.")] = 0,
+    seed: TextSeed = 0,
     device: Device = "auto",
     shard_gigabytes: ShardGigabytes = 5.0,
     overwrite: Overwrite = False,
@@ -65,11 +71,10 @@ def awq(
     from refimpl.quantize.awq import AwqOptions, quantize_awq
     from refimpl.quantize.distil import Training
 
-    training = Training(steps=train_steps, tokens=train_tokens, seed=seed) if train_steps else None
     options = AwqOptions(
         group_size=group_size, search=not no_search, clip=not no_clip, refine=not no_refine,
         prompts=None if prompts_file is None else read_prompts(prompts_file), calibration_tokens=calibration_tokens,
-        training=training, window=window, seed=seed, device=device,
+        training=Training.asked(train_steps, train_tokens, seed), window=window, seed=seed, device=device,
         shard_bytes=int(shard_gigabytes * 10**9), overwrite=overwrite,
     )  # fmt: skip
     _tell(quantize_awq(model, out, options, show_progress=sys.stderr.isatty()))

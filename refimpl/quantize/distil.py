@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from refimpl.executor.device import resolve_dtype
 from refimpl.quantization.awq_layout import LARGEST, float16_above_0
 from refimpl.quantize.dense_layers import DenseModel, Layer
 from refimpl.quantize.groups import MATRICES
@@ -32,6 +33,10 @@ from refimpl.quantize.source import Source
 
 LOGITS_AT_ONCE = 2**28
 """Values of logits of one model that are there at one time."""
+HELD_OUT_SHARE, HELD_OUT_TOKENS = 0.02, 16_384
+"""Of the texts, and at most: they are not trained on, and say which state is kept. Of fewer than 50 texts there are none."""
+LOOKS = 8
+"""At what is held out: before the first step, and after each such share of them."""
 WARM_UP = 0.05
 """Of the steps: learning rates rise, and fall as a cosine after."""
 BESIDE = 0.9
@@ -55,6 +60,11 @@ class Training:
     scale_rate: float = 1e-3
     """Share by which a scale may, about."""
     seed: int = 0
+
+    @classmethod
+    def asked(cls, steps: int, tokens: int, seed: int) -> Training | None:
+        """As a command's options ask for it; None for 0 steps."""
+        return cls(steps=steps, tokens=tokens, seed=seed) if steps else None
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ def trained(
     show_progress: bool = False,
 ) -> list[QuantisedLayer]:
     """The layers with better levels and scales. The whole model is there, in float32, five times over where levels move."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = product_dtype(device)
     model = DenseModel(source.config, dict(source.outside_layers()), dtype, device)
     teacher = [_layer_of(source, number, dtype, device) for number in range(len(layers))]
     norms = [
@@ -171,15 +181,17 @@ def trained(
     ]
     with tqdm(total=training.steps, unit=" steps", disable=not show_progress) as bar:
 
-        def tell(step: int, loss: float) -> None:
+        def tell(step: int, loss: float, held_out: str) -> None:
             bar.update()
-            bar.set_postfix_str(f"KL divergence {loss:.4f}")
+            bar.set_postfix_str(f"KL divergence {loss:.4f}{held_out}")
 
-        distil(model, teacher.__getitem__, Student(norms, matrices, dtype), windows.to(device), training, tell)
-    return [
-        dataclasses.replace(layer, levels={name: matrix.levels() for name, matrix in by_name.items()})
-        for layer, by_name in zip(layers, matrices, strict=True)
-    ]
+        best = distil(model, teacher.__getitem__, Student(norms, matrices, dtype), windows.to(device), training, tell)
+    return [dataclasses.replace(layer, levels=levels) for layer, levels in zip(layers, best, strict=True)]
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Bfloat16 where the device computes in it natively, else float32: gradients in float16 would need a scaled loss."""
+    return torch.bfloat16 if resolve_dtype("auto", device) == torch.bfloat16 else torch.float32
 
 
 def _is_matrix(name: str) -> bool:
@@ -199,14 +211,22 @@ def distil(
     student: Student,
     windows: Int[Tensor, "N L"],
     training: Training,
-    tell: Callable[[int, float], None] = lambda step, loss: None,
-) -> None:
-    """Train the student to predict as the teacher does, on ``windows``; ``tell`` hears each step's loss."""
+    tell: Callable[[int, float, str], None] = lambda step, loss, held_out: None,
+) -> list[dict[str, Levels]]:
+    """Train the student to predict as the teacher does, on ``windows``, some of which are held out.
+
+    Gives each layer's levels as they were when they predicted those best. ``tell`` hears each step's loss, and in words what
+    the looks at the held-out texts found.
+    """
     optimizer = student.optimizer(training)
     rates = [group["lr"] for group in optimizer.param_groups]
     length = windows.shape[1]
+    windows, held_out = split(windows)
+    best = _Best(model, teacher, student, held_out, max(1, training.tokens_at_once // length))
     rows, at_once = max(1, training.batch_tokens // length), max(1, training.tokens_at_once // length)
     drawn = _drawn(len(windows), training.seed)
+    between = -(-training.steps // LOOKS)
+    best.look()
     for step in range(training.steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * share_of_rate(step / training.steps)
@@ -214,7 +234,48 @@ def distil(
         losses = [_backward(model, teacher, student, part, batch.numel()) for part in batch.split(at_once)]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        tell(step, float(sum(losses)))
+        if (step + 1) % between == 0 or step + 1 == training.steps:
+            best.look()
+        tell(step, float(sum(losses)), str(best))
+    return best.levels
+
+
+def split(windows: Int[Tensor, "N L"]) -> tuple[Int[Tensor, "M L"], Int[Tensor, "H L"]]:
+    """What is trained on, and what is held out: windows at equal distances, so that there are some of every kind."""
+    count = min(int(HELD_OUT_SHARE * len(windows)), HELD_OUT_TOKENS // windows.shape[1])
+    held_out = torch.zeros(len(windows), dtype=torch.bool, device=windows.device)
+    held_out[[i * len(windows) // count for i in range(count)]] = True
+    return windows[~held_out], windows[held_out]
+
+
+class _Best:
+    """The student's levels as they were when they predicted texts best; without texts, as they were last."""
+
+    def __init__(
+        self,
+        model: DenseModel,
+        teacher: Callable[[int], Layer],
+        student: Student,
+        windows: Int[Tensor, "N L"],
+        at_once: int,
+    ) -> None:
+        self._model, self._teacher, self._student = model, teacher, student
+        self._windows, self._parts = windows, windows.split(at_once) if len(windows) else ()
+        self._last = self._least = math.inf
+        self.levels: list[dict[str, Levels]] = []
+
+    def __str__(self) -> str:
+        return f", held out {self._last:.4f}, least {self._least:.4f}" if self._parts else ""
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Keep the levels if none were better."""
+        hidden, tokens = self._model.hidden, self._windows.numel()
+        pairs = ((hidden(self._teacher, part), hidden(self._student.layer, part)) for part in self._parts)
+        self._last = float(sum(divergence(self._model.head, *pair, tokens)[0] for pair in pairs))
+        if self._last <= self._least:
+            self._least = self._last
+            self.levels = [{name: one.levels() for name, one in layer.items()} for layer in self._student.matrices]
 
 
 def share_of_rate(progress: float) -> float:

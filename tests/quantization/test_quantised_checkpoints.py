@@ -46,6 +46,7 @@ def relative(got, expected):
     [
         AWQ,
         GPTQ,
+        QuantizationConfig("awq", "awq", group_size=32),
         QuantizationConfig("awq", "awq", group_size=-1),
         QuantizationConfig("awq", "awq", group_size=32, zero_point=False),
         QuantizationConfig("gptq", "gptq", group_size=64),

@@ -1,16 +1,19 @@
 """Training scales and levels: what is trained is what is stored, and it comes nearer to the model."""
 
+import re
+
 import pytest
 import torch
 from family_models import variant
 from quantize_support import CPU, PROMPTS, TEXT, distance, logits, tensors_of, with_outliers
 
+from refimpl.executor import device
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.in_memory import TransformersCheckpoint
 from refimpl.quantization.awq_layout import quantise_groups
 from refimpl.quantize.awq import AwqOptions, quantize_awq
 from refimpl.quantize.dense_layers import DenseModel
-from refimpl.quantize.distil import TrainedMatrix, Training, divergence, share_of_rate
+from refimpl.quantize.distil import HELD_OUT_TOKENS, TrainedMatrix, Training, divergence, product_dtype, share_of_rate, split
 from refimpl.quantize.refine import Levels
 from refimpl.quantize.source import Source
 
@@ -72,6 +75,12 @@ def test_the_divergences_gradient_is_that_of_autograd(monkeypatch):
     assert torch.allclose(gradient, found.grad, atol=1e-6)
 
 
+@pytest.mark.parametrize(("flags", "dtype"), [({"amx_bf16"}, torch.bfloat16), ({"avx2"}, torch.float32)])
+def test_products_are_in_bfloat16_where_it_is_native(monkeypatch, flags, dtype):
+    monkeypatch.setattr(device, "cpu_flags", lambda: flags)
+    assert product_dtype(CPU) == dtype
+
+
 def test_the_rate_rises_and_falls():
     shares = [share_of_rate(step / 100) for step in range(100)]
     assert 0 < shares[0] < shares[4] <= shares[5] == max(shares)
@@ -103,3 +112,23 @@ def test_training_brings_the_predictions_nearer(tmp_path, level_rate):
     assert old.keys() == new.keys()
     changed = {name.rpartition(".")[2] for name in old if not torch.equal(old[name], new[name])}
     assert changed == ({"scales"} if level_rate == 0 else {"scales", "qweight"})
+
+
+def test_some_texts_of_every_kind_are_held_out():
+    windows = torch.arange(200)[:, None].expand(-1, 8)
+    trained_on, held_out = split(windows)
+    assert held_out[:, 0].tolist() == [0, 50, 100, 150]
+    assert sorted([*trained_on[:, 0].tolist(), *held_out[:, 0].tolist()]) == list(range(200))
+    assert [len(part) for part in split(windows[:49])] == [49, 0]
+    assert split(torch.zeros(4000, 512))[1].numel() == HELD_OUT_TOKENS
+
+
+def test_training_that_makes_held_out_predictions_worse_changes_nothing(tmp_path, capsys):
+    wild = Training(steps=4, tokens=512, batch_tokens=64, tokens_at_once=64, level_rate=8.0, scale_rate=0.5)
+    quantize_awq(with_outliers(), tmp_path / "before", AwqOptions(prompts=PROMPTS, window=8))
+    options = AwqOptions(prompts=PROMPTS, window=8, training=wild)
+    quantize_awq(with_outliers(), tmp_path / "after", options, show_progress=True)
+    old, new = tensors_of(tmp_path / "before"), tensors_of(tmp_path / "after")
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    last, least = re.findall(r"held out ([\d.]+), least ([\d.]+)", capsys.readouterr().err)[-1]
+    assert float(least) < float(last)

@@ -41,11 +41,12 @@ def test_the_folder_is_in_autoawqs_layout(tmp_path):
 
 def test_the_engine_computes_with_what_is_written(tmp_path):
     expected, distances = logits(tiny()), {}
-    for name, options in (("nearest", NEAREST), ("aware", AWARE)):
+    for name, options in (("nearest", NEAREST), ("groups of 32", AwqOptions(search=False, group_size=32)), ("aware", AWARE)):
         quantize_awq(tiny(), tmp_path / name, options)
         found = logits(open_checkpoint(tmp_path / name))
         assert distance(found, logits(dequantised(tmp_path / name, tiny()))) < 1e-3
         distances[name] = distance(found, expected)
+    assert distances["groups of 32"] < distances["nearest"]
     assert 0.001 < distances["aware"] < distances["nearest"] < 0.6, "random weights, all alike, leave nothing to be aware of"
 
 

@@ -17,6 +17,7 @@ from refimpl.errors import ConfigError
 from refimpl.loading.checkpoint import load_model
 from refimpl.models.tiny import tiny
 from refimpl.quantize import evaluate as module
+from refimpl.quantize.awq import AwqOptions
 from refimpl.quantize.evaluate import evaluate
 
 SENTENCE = "The quick brown fox jumps over the lazy dog; it was not a lazy day for the fox."
@@ -142,7 +143,8 @@ def test_mistakes_on_the_command_line_are_told_in_a_sentence(run, tmp_path):
 
 
 def test_the_benchmark_quantises_and_compares(text):
-    result = run_benchmark("tiny", text, tokens=60, calibration_tokens=1024)
+    options = AwqOptions(calibration_tokens=1024)
+    result = run_benchmark("tiny", options, text, tokens=60)
     assert set(result.results) == {"perplexity", NEAREST, AWQ, FP8}
     assert result.results[FP8]["kl_mean"] < result.results[AWQ]["kl_mean"] < result.results[NEAREST]["kl_mean"]
     assert {check.name for check in result.checks} == {
@@ -151,3 +153,34 @@ def test_the_benchmark_quantises_and_compares(text):
     table = quantization_table(json.loads(json.dumps(dataclasses.asdict(result))))
     assert f"\n| {AWQ} | " in table
     assert "59 tokens of text.txt" in table
+    assert "Groups of 64; AWQ calibrated on 1,024 tokens that the model wrote; training: none." in table
+
+
+def test_the_benchmark_trains_in_the_groups_that_are_asked_for(text, tmp_path, monkeypatch, capsys):
+    asked = [
+        "quantization",
+        "--model",
+        "tiny",
+        "--text",
+        text,
+        "--tokens",
+        60,
+        "--group-size",
+        32,
+        "--calibration-tokens",
+        256,
+    ]
+    asked += ["--train-steps", 2, "--train-tokens", 1024, "--device", "cpu", "--json", "--save", tmp_path]
+    monkeypatch.setattr("sys.argv", ["refimpl", "bench", *map(str, asked)])
+    with pytest.raises(SystemExit):  # tiny's random weights keep no bounds
+        main()
+    result = json.loads(capsys.readouterr().out)
+    setting = result["setting"]
+    assert (setting["group_size"], setting["training"]) == (32, "2 steps on 1,024 tokens that it wrote")
+    assert "--group-size 32 --calibration-tokens 256 --train-steps 2 --train-tokens 1024" in setting["command"]
+    for name in (NEAREST, AWQ):
+        row = result["results"][name]
+        assert row["bits_per_parameter"] == pytest.approx(8e6 * row["megabytes"] / tiny().config.num_parameters)
+    assert result["results"][NEAREST]["megabytes"] == result["results"][AWQ]["megabytes"]
+    assert [path.name.partition("-")[0] for path in tmp_path.glob("*.json")] == ["quantization"]
+    assert "training: 2 steps on 1,024 tokens that it wrote." in quantization_table(result)

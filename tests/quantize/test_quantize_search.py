@@ -1,5 +1,7 @@
 """AWQ's searches: folding changes nothing, each search loses less than rounding does, statistics are the model's own."""
 
+import dataclasses
+
 import pytest
 import torch
 from family_models import variant
@@ -13,7 +15,13 @@ from refimpl.models.tiny import tiny
 from refimpl.quantization.awq_layout import quantise_groups
 from refimpl.quantize import steps
 from refimpl.quantize.awq import representable
-from refimpl.quantize.calibration import calibration_windows
+from refimpl.quantize.calibration import (
+    GPU_CACHE_BYTES,
+    GPU_TEXTS_AT_ONCE,
+    TEXTS_AT_ONCE,
+    calibration_windows,
+    texts_at_once,
+)
 from refimpl.quantize.feedback import rounded_in_turn
 from refimpl.quantize.groups import Group, fold, groups_of
 from refimpl.quantize.layerwise import LayerByLayer
@@ -270,6 +278,22 @@ def test_half_of_what_it_writes_are_chats_and_half_begin_anywhere():
     assert len({row[0].item() for row in half}) > 1, "each begins with a token of its own"
     more = calibration_windows(tiny(), None, 512, 32, seed=3)
     assert torch.equal(more.flatten()[256:384], half.flatten()), "texts are the same however many are written"
+
+
+def test_a_gpu_writes_more_texts_at_once_as_far_as_their_keys_and_values_stay_small():
+    config = tiny().config
+    assert texts_at_once(config, 512, on_gpu=False) == TEXTS_AT_ONCE
+    assert texts_at_once(config, 512, on_gpu=True) == GPU_TEXTS_AT_ONCE
+    large = dataclasses.replace(config, num_hidden_layers=80, num_key_value_heads=8, head_dim=128)
+    assert texts_at_once(large, 512, on_gpu=True) == TEXTS_AT_ONCE
+    assert texts_at_once(large, 128, on_gpu=True) == GPU_CACHE_BYTES // (128 * 327_680)
+
+
+def test_text_is_written_under_one_bar(capsys):
+    calibration_windows(tiny(), None, 256, 32, seed=3, show_progress=True)
+    bars = capsys.readouterr().err
+    assert "calibration text: 100%" in bars
+    assert bars.count("\n") == 1
 
 
 def test_prompts_are_cut_into_windows():
