@@ -87,7 +87,7 @@ void turn(const E* head, E* target, const float* cos, const float* sin, int64_t 
 template <class E>
 void attend(int64_t L, int64_t G, int64_t D, int64_t B, int64_t first, float scale, const E* query, const E* keys,
             const E* values, int64_t block_stride, int64_t place_stride, const int64_t* table, E* output) {
-    const int64_t n = L - first;  // at least 1: a decode sees itself
+    const int64_t n = L - first;  // at least 1: a token sees itself
     std::vector<float> scratch(G * (n + 2 * D));
     float *scores = scratch.data(), *rows = scores + G * n, *sums = rows + G * D;
     for (int64_t i = 0; i < G * D; i++) rows[i] = wide(query[i]) * scale;
@@ -115,18 +115,21 @@ void attend(int64_t L, int64_t G, int64_t D, int64_t B, int64_t first, float sca
     for (int64_t i = 0; i < G * D; i++) put(output[i], sums[i]);
 }
 
-// Each sequence has one new token. query, output [S, Hkv * G, D]; caches [blocks, B, Hkv, D]; table [S, table_stride].
+// R tokens, each a row of query and output [T, Hkv * G, D]: number rows[r], of the sequence whose blocks are the line
+// sequences[r] of table, of which it sees the first contexts[r] tokens. Caches [blocks, B, Hkv, D].
 template <class E>
-void decode(int64_t S, int64_t Hkv, int64_t G, int64_t D, int64_t B, int64_t window, float scale, int64_t threads,
-            const E* query, int64_t query_stride, const E* keys, const E* values, int64_t block_stride,
-            int64_t place_stride, const int64_t* table, int64_t table_stride, const int64_t* contexts, E* output) {
+void attend_rows(int64_t R, int64_t Hkv, int64_t G, int64_t D, int64_t B, int64_t window, float scale, int64_t threads,
+                 const E* query, int64_t query_stride, const E* keys, const E* values, int64_t block_stride,
+                 int64_t place_stride, const int64_t* table, int64_t table_stride, const int64_t* rows,
+                 const int64_t* sequences, const int64_t* contexts, E* output) {
     int64_t most = 0;
-    for (int64_t s = 0; s < S; s++) most = contexts[s] > most ? contexts[s] : most;
-#pragma omp parallel for num_threads(threads) if (S * Hkv * most > 512)
-    for (int64_t task = 0; task < S * Hkv; task++) {
-        const int64_t s = task / Hkv, h = task % Hkv, L = contexts[s];
-        attend(L, G, D, B, window && L > window ? L - window : 0, scale, query + s * query_stride + h * G * D,
-               keys + h * D, values + h * D, block_stride, place_stride, table + s * table_stride, output + task * G * D);
+    for (int64_t r = 0; r < R; r++) most = contexts[r] > most ? contexts[r] : most;
+#pragma omp parallel for num_threads(threads) if (R * Hkv * most > 512)
+    for (int64_t task = 0; task < R * Hkv; task++) {
+        const int64_t r = task / Hkv, h = task % Hkv, L = contexts[r];
+        attend(L, G, D, B, window && L > window ? L - window : 0, scale, query + rows[r] * query_stride + h * G * D,
+               keys + h * D, values + h * D, block_stride, place_stride, table + sequences[r] * table_stride,
+               output + (rows[r] * Hkv + h) * G * D);
     }
 }
 
@@ -163,12 +166,12 @@ extern "C" {
         turn_and_write(T, Hq, Hkv, D, B, threads, heads, cos, signed_sin, query, keys, values, block_stride, place_stride, \
                        slots);                                                                                              \
     }                                                                                                                       \
-    void decode_##SUFFIX(int64_t S, int64_t Hkv, int64_t G, int64_t D, int64_t B, int64_t window, float scale,             \
-                         int64_t threads, const E* query, int64_t query_stride, const E* keys, const E* values,            \
-                         int64_t block_stride, int64_t place_stride, const int64_t* table, int64_t table_stride,           \
-                         const int64_t* contexts, E* output) {                                                              \
-        decode(S, Hkv, G, D, B, window, scale, threads, query, query_stride, keys, values, block_stride, place_stride,     \
-               table, table_stride, contexts, output);                                                                      \
+    void attend_rows_##SUFFIX(int64_t R, int64_t Hkv, int64_t G, int64_t D, int64_t B, int64_t window, float scale,         \
+                              int64_t threads, const E* query, int64_t query_stride, const E* keys, const E* values,        \
+                              int64_t block_stride, int64_t place_stride, const int64_t* table, int64_t table_stride,       \
+                              const int64_t* rows, const int64_t* sequences, const int64_t* contexts, E* output) {          \
+        attend_rows(R, Hkv, G, D, B, window, scale, threads, query, query_stride, keys, values, block_stride,               \
+                    place_stride, table, table_stride, rows, sequences, contexts, output);                                  \
     }
 SERVE(float, float32)
 SERVE(bfloat16, bfloat16)

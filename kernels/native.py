@@ -56,7 +56,7 @@ def _typed(name: str) -> ctypes._NamedFuncPointer:
         "add_rms_norm": (*[whole] * 6, real, whole),
         "silu_mul": (whole,) * 5,
         "turn_and_write": (whole,) * 15,
-        "decode": (*[whole] * 6, real, *[whole] * 11),
+        "attend_rows": (*[whole] * 6, real, *[whole] * 13),
     }
     found: ctypes._NamedFuncPointer = getattr(library(), name)
     found.argtypes, found.restype = kinds[name.rsplit("_", 1)[0]], None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from refimpl.attention.backend import AttentionMetadata
-from refimpl.attention.native_paged import NativePagedAttention
+from refimpl.attention.native_paged import MOST_TOKENS, NativePagedAttention
 from refimpl.attention.torch_paged import TorchPagedAttention
 from refimpl.bench.flops import flop_counter
 from refimpl.cache.kv_cache import LayerKV
@@ -26,37 +26,59 @@ def close(found, wanted, dtype):
     torch.testing.assert_close(found.float(), wanted.float(), rtol=BOUND[dtype], atol=BOUND[dtype])
 
 
-def decodes(dtype):
-    """A cache whose unwritten slots are NaN, and the step of one token more for each context."""
+def step_of(dtype, query_lens=(1, 1, 1, 1)):
+    """A cache whose unwritten slots are NaN, and the step of the last so many tokens of each context."""
     tables = torch.tensor([[6 * s + b + 1 for b in range(6)] for s in range(len(CONTEXTS))]).flip(1)
     shape = (25, BLOCK, HKV, D)
     layer = LayerKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
-    for table, context in zip(tables, CONTEXTS, strict=True):
+    slots = []
+    for table, context, new in zip(tables, CONTEXTS, query_lens, strict=True):
         for place in range(context):
             for pages in (layer.k, layer.v):
                 pages[table[place // BLOCK], place % BLOCK] = torch.randn(HKV, D).to(dtype)
-    slots = torch.tensor([int(t[(c - 1) // BLOCK]) * BLOCK + (c - 1) % BLOCK for t, c in zip(tables, CONTEXTS, strict=True)])
-    return layer, AttentionMetadata.of([1] * len(CONTEXTS), CONTEXTS, BLOCK, tables, slots)
+        slots += [int(table[place // BLOCK]) * BLOCK + place % BLOCK for place in range(context - new, context)]
+    return layer, AttentionMetadata.of(list(query_lens), CONTEXTS, BLOCK, tables, torch.tensor(slots))
 
 
 @needs_compiler
 @BOTH
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
-def test_decodes_attend_as_torchs_do_and_read_no_slot_beyond_a_context(dtype, window):
-    layer, metadata = decodes(dtype)
-    query = torch.randn(len(CONTEXTS), HKV * G, D).to(dtype)
-    found, wanted = (
-        backend(D**-0.5).begin_step(metadata).attend(layer, query, window)
-        for backend in (NativePagedAttention, TorchPagedAttention)
-    )
+@pytest.mark.parametrize(
+    "query_lens",
+    [
+        pytest.param((1, 1, 1, 1), id="decodes"),
+        pytest.param((1, 3, 2, MOST_TOKENS), id="checks"),
+        pytest.param((1, 16, MOST_TOKENS + 1, 1), id="decodes-around-a-prompt"),
+        pytest.param((1, 2, 17, 40), id="prompt-and-chunk"),
+    ],
+)
+def test_attention_is_torchs_in_float64_and_reads_no_slot_beyond_a_context(dtype, window, query_lens):
+    layer, metadata = step_of(dtype, query_lens)
+    query = torch.randn(sum(query_lens), HKV * G, D).to(dtype)
+    found = NativePagedAttention(D**-0.5).begin_step(metadata).attend(layer, query, window)
+    wide = LayerKV(layer.k.double(), layer.v.double())
+    wanted = TorchPagedAttention(D**-0.5).begin_step(metadata).attend(wide, query.double(), window)
     assert found.isfinite().all()
     close(found, wanted, dtype)
 
 
 @needs_compiler
 @BOTH
+def test_a_checked_token_has_the_very_numbers_of_its_decode(dtype):
+    layer, metadata = step_of(dtype, (1, 3, 2, 16))
+    query = torch.randn(22, HKV * G, D).to(dtype)
+    backend = NativePagedAttention(D**-0.5)
+    found = backend.begin_step(metadata).attend(layer, query)
+    for token in range(16):
+        context = CONTEXTS[3] - 15 + token
+        decode = AttentionMetadata.of([1], [context], BLOCK, metadata.block_table[3:], metadata.slot_mapping[:1])
+        assert torch.equal(backend.begin_step(decode).attend(layer, query[6 + token : 7 + token])[0], found[6 + token])
+
+
+@needs_compiler
+@BOTH
 def test_queries_and_keys_are_turned_and_stored_as_torchs_are(dtype):
-    layer, metadata = decodes(dtype)
+    layer, metadata = step_of(dtype)
     other = LayerKV(layer.k.clone(), layer.v.clone())
     heads = torch.randn(len(CONTEXTS), HKV * (G + 2), D).to(dtype)
     angles = torch.randn(len(CONTEXTS), D // 2)
@@ -124,7 +146,7 @@ def test_what_is_trained_is_torchs():
 
 @needs_compiler
 def test_what_counts_torchs_operations_sees_them_all():
-    layer, metadata = decodes(torch.float32)
+    layer, metadata = step_of(torch.float32)
     query = torch.randn(len(CONTEXTS), HKV * G, D)
     with flop_counter() as counter:
         NativePagedAttention(D**-0.5).begin_step(metadata).attend(layer, query)

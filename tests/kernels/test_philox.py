@@ -6,7 +6,7 @@ import pytest
 import torch
 from asserts import ERROR_RATE, chi_square_p
 
-from refimpl.kernels.philox import ROOT_PATH, Purpose, branch, mix_seed, philox, uniform
+from refimpl.kernels.philox import FEW, ROOT_PATH, Purpose, branch, mix_seed, philox, uniform
 
 ONES = 0xFFFFFFFF
 
@@ -49,6 +49,15 @@ def test_arguments_are_not_changed():
     counter, key = tuple(rows(i) for i in range(4)), (rows(7), rows(8))
     philox(counter, key)
     assert [int(word) for word in (*counter, *key)] == [0, 1, 2, 3, 7, 8]
+
+
+def test_few_numbers_and_many_are_the_same():
+    seed, path, position = torch.randint(-(2**63), 2**63 - 1, (3, 2 * FEW))
+    position = position.abs()
+    many = numbers(seed, path, position)
+    for start in (0, FEW):
+        some = slice(start, start + FEW)
+        assert torch.equal(numbers(seed[some], path[some], position[some]), many[some])
 
 
 def test_a_uniform_number_is_the_first_word_of_its_counter():
