@@ -10,10 +10,34 @@
 #include <cstring>
 #include <vector>
 
+// torch's threads, by the names under which GCC asks for them: no compiler's own library of threads is needed, and there are no
+// two pools that keep each other from the cores.
+extern "C" {
+void GOMP_parallel(void (*work)(void*), void* task, unsigned threads, unsigned flags);
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+}
+
 namespace {
 
 // Numbers from which on threads share a loop; fewer are done before a second one has begun.
 constexpr int64_t SHARED_FROM = 1 << 16;
+
+// body(begin, end) for parts of 0 to count, a part a thread.
+template <class Body>
+void share(int64_t count, int64_t threads, const Body& body) {
+    if (threads == 1) return body(0, count);
+    struct Task {
+        int64_t count;
+        const Body& body;
+    } task{count, body};
+    const auto work = [](void* given) {
+        const Task& task = *static_cast<Task*>(given);
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        task.body(task.count * thread / threads, task.count * (thread + 1) / threads);
+    };
+    GOMP_parallel(work, &task, threads, 0);
+}
 
 struct bfloat16 {
     uint16_t bits;
@@ -51,27 +75,29 @@ inline float exponential(float x) {
 template <class Added>
 void add_rms_norm(int64_t T, int64_t H, int64_t threads, const Added* x, float* residual, const float* weight, float eps,
                   float* normed) {
-#pragma omp parallel for num_threads(threads) if (T * H > SHARED_FROM)
-    for (int64_t t = 0; t < T; t++) {
-        const Added* added = x + t * H;
-        float *sum = residual + t * H, *out = normed + t * H, squares = 0;
-        for (int64_t i = 0; i < H; i++) {
-            sum[i] += wide(added[i]);
-            squares += sum[i] * sum[i];
+    share(T, T * H > SHARED_FROM ? threads : 1, [=](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const Added* added = x + t * H;
+            float *sum = residual + t * H, *out = normed + t * H, squares = 0;
+            for (int64_t i = 0; i < H; i++) {
+                sum[i] += wide(added[i]);
+                squares += sum[i] * sum[i];
+            }
+            const float scale = 1 / std::sqrt(squares / H + eps);
+            for (int64_t i = 0; i < H; i++) out[i] = sum[i] * scale * weight[i];
         }
-        const float scale = 1 / std::sqrt(squares / H + eps);
-        for (int64_t i = 0; i < H; i++) out[i] = sum[i] * scale * weight[i];
-    }
+    });
 }
 
 template <class E>
 void silu_mul(int64_t T, int64_t I, int64_t threads, const E* gate_up, E* product) {
-#pragma omp parallel for num_threads(threads) if (T * I > SHARED_FROM)
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t i = 0; i < I; i++) {
-            const float gate = wide(gate_up[2 * t * I + i]), up = wide(gate_up[(2 * t + 1) * I + i]);
-            put(product[t * I + i], gate / (1 + exponential(-gate)) * up);
-        }
+    share(T, T * I > SHARED_FROM ? threads : 1, [=](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++)
+            for (int64_t i = 0; i < I; i++) {
+                const float gate = wide(gate_up[2 * t * I + i]), up = wide(gate_up[(2 * t + 1) * I + i]);
+                put(product[t * I + i], gate / (1 + exponential(-gate)) * up);
+            }
+    });
 }
 
 // heads [T, heads, D]: Hq of queries, then Hkv of keys and Hkv of values. Turns queries into `query`, keys into the cache.
@@ -124,29 +150,31 @@ void attend_rows(int64_t R, int64_t Hkv, int64_t G, int64_t D, int64_t B, int64_
                  const int64_t* sequences, const int64_t* contexts, E* output) {
     int64_t most = 0;
     for (int64_t r = 0; r < R; r++) most = contexts[r] > most ? contexts[r] : most;
-#pragma omp parallel for num_threads(threads) if (R * Hkv * most > 512)
-    for (int64_t task = 0; task < R * Hkv; task++) {
-        const int64_t r = task / Hkv, h = task % Hkv, L = contexts[r];
-        attend(L, G, D, B, window && L > window ? L - window : 0, scale, query + rows[r] * query_stride + h * G * D,
-               keys + h * D, values + h * D, block_stride, place_stride, table + sequences[r] * table_stride,
-               output + (rows[r] * Hkv + h) * G * D);
-    }
+    share(R * Hkv, R * Hkv * most > 512 ? threads : 1, [=](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; task++) {
+            const int64_t r = task / Hkv, h = task % Hkv, L = contexts[r];
+            attend(L, G, D, B, window && L > window ? L - window : 0, scale, query + rows[r] * query_stride + h * G * D,
+                   keys + h * D, values + h * D, block_stride, place_stride, table + sequences[r] * table_stride,
+                   output + (rows[r] * Hkv + h) * G * D);
+        }
+    });
 }
 
 template <class E>
 void turn_and_write(int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t B, int64_t threads, const E* heads,
                     const float* cos, const float* signed_sin, E* query, E* keys, E* values, int64_t block_stride,
                     int64_t place_stride, const int64_t* slots) {
-#pragma omp parallel for num_threads(threads) if (T * Hq * D > SHARED_FROM)
-    for (int64_t t = 0; t < T; t++) {
-        const E* head = heads + t * (Hq + 2 * Hkv) * D;
-        const float *cosines = cos + t * D / 2, *sines = signed_sin + t * D + D / 2;
-        if (slots[t] < 0) continue;  // a padded row
-        const int64_t start = slots[t] / B * block_stride + slots[t] % B * place_stride;
-        for (int64_t h = 0; h < Hq; h++) turn(head + h * D, query + (t * Hq + h) * D, cosines, sines, D / 2);
-        for (int64_t h = 0; h < Hkv; h++) turn(head + (Hq + h) * D, keys + start + h * D, cosines, sines, D / 2);
-        std::memcpy(values + start, head + (Hq + Hkv) * D, Hkv * D * sizeof(E));
-    }
+    share(T, T * Hq * D > SHARED_FROM ? threads : 1, [=](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const E* head = heads + t * (Hq + 2 * Hkv) * D;
+            const float *cosines = cos + t * D / 2, *sines = signed_sin + t * D + D / 2;
+            if (slots[t] < 0) continue;  // a padded row
+            const int64_t start = slots[t] / B * block_stride + slots[t] % B * place_stride;
+            for (int64_t h = 0; h < Hq; h++) turn(head + h * D, query + (t * Hq + h) * D, cosines, sines, D / 2);
+            for (int64_t h = 0; h < Hkv; h++) turn(head + (Hq + h) * D, keys + start + h * D, cosines, sines, D / 2);
+            std::memcpy(values + start, head + (Hq + Hkv) * D, Hkv * D * sizeof(E));
+        }
+    });
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 """Operations for a CPU in C++ (``between_products.cpp``), compiled on the machine on which they run.
 
 Where there is a compiler, the first process takes about a second for it and keeps what it made in the user's cache folder,
-by a hash of the source and of this CPU's flags. Where there is none, :func:`library` is None, :func:`obstacle` says why, and
-torch's operations do the same. ``REFIMPL_NATIVE=0`` leaves the compiler alone.
+by a hash of the source and of this CPU's flags; where nothing can be kept, each process makes its own. Where there is no
+compiler, :func:`library` is None, :func:`obstacle` says why, and torch's operations do the same. ``REFIMPL_NATIVE=0`` leaves
+the compiler alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from refimpl.cache_folder import cache_folder
+from refimpl.errors import ConfigError
 
 SOURCE = Path(__file__).with_name("between_products.cpp")
 FLAGS = (
@@ -91,29 +97,48 @@ def _made() -> tuple[ctypes.CDLL | None, str]:
     if compiler is None:
         return None, "there is no C++ compiler"
     try:
-        return ctypes.CDLL(str(_compiled(compiler))), ""
+        return _loaded(compiler), ""
+    except subprocess.CalledProcessError as error:
+        said = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
+        why = said[0] if said else f"it ended with code {error.returncode}"
     except (OSError, subprocess.SubprocessError) as error:
-        return None, f"{compiler} did not make a library that loads here: {error}"
+        why = str(error)
+    return None, f"{compiler} did not make a library that loads here: {why}"
 
 
-def _compiled(compiler: str) -> Path:
-    """The library's file, made if it is not there yet."""
-    cpu = Path("/proc/cpuinfo")
-    flags = next((line for line in cpu.read_text().splitlines() if line.startswith("flags")), "") if cpu.exists() else ""
-    key = hashlib.sha256("\n".join((SOURCE.read_text(), *FLAGS, compiler, flags, torch.__version__)).encode()).hexdigest()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("REFIMPL_CACHE") or caches / "refimpl").expanduser()
-    target = folder / f"between_products-{key[:16]}.so"
-    if not target.exists():
+def _loaded(compiler: str) -> ctypes.CDLL:
+    """The library that is kept; else one made now, and kept where there is a folder for it."""
+    folder = _writable_folder()
+    kept = None if folder is None else folder / f"between_products-{_key(compiler)}.so"
+    if kept is not None and kept.exists():
+        with suppress(OSError):  # a file that does not load, as a disk that was full leaves it, is made anew
+            return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        made = Path(work) / "made.so"
+        # Not linked to a library of threads: the names in it are found in the one that torch has loaded.
+        command = [compiler, *FLAGS, "-shared", str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=5 * MINUTE)
+        library = ctypes.CDLL(str(made))
+        if kept is not None:
+            os.replace(made, kept)
+    return library
+
+
+def _writable_folder() -> Path | None:
+    """Where libraries are kept; None where nothing can be, as in a container whose files are for reading."""
+    try:
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            compiled, linked = Path(made) / "made.o", Path(made) / "made.so"
-            # Linked without a library of threads: its names are found in the one that torch has loaded, so that there is
-            # one pool of threads, not two that keep each other from the cores.
-            for command in (
-                [*FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)],
-                ["-shared", str(compiled), "-o", str(linked)],
-            ):
-                subprocess.run([compiler, *command], check=True, capture_output=True, timeout=5 * MINUTE)
-            os.replace(linked, target)
-    return target
+    except (ConfigError, OSError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _key(compiler: str) -> str:
+    """What a library depends on: with a home that machines share, each kind of them finds its own."""
+    about, cpu = Path("/proc/cpuinfo"), ""
+    if about.exists():  # x86 tells flags; ARM features, and by numbers whose core it is
+        told = (line for line in about.read_text().splitlines() if line.startswith(("flags", "Features", "CPU ")))
+        cpu = "\n".join(sorted(set(told)))
+    parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, compiler, platform.machine(), cpu, torch.__version__)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

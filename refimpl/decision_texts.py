@@ -13,6 +13,7 @@ DECISION_TEXTS = {
     "waits_slot": "waits: all {slots} slots are taken",
     "waits_batch": "waits: a static batch runs to its end, {running} sequence(s) still",
     "waits_budget": "waits: the step's budget of {budget} tokens is spent",
+    "waits_beams": "waits: other beams of its search have not proposed their tokens yet",
     "waits_update": "pauses: the pool is empty, and a token in flight may be about to free blocks",
     "admitted": "is admitted to slot {slot}: {new} of its {total} tokens in this step, {blocks} new block(s)",
     "resumed": "is admitted again, to slot {slot}: recomputes {new} of {total} tokens in this step, {blocks} new block(s)",

@@ -205,6 +205,32 @@ def test_a_pool_that_is_short_of_all_beams_changes_nothing_where_one_search_fits
     engine.close()
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(("num_blocks", "older"), [(8, 13), (9, 17), (10, 3)])
+def test_beams_that_gave_way_with_tokens_in_flight_wait_for_no_beam_behind_them(model, num_blocks, older, mode):
+    """An older request takes their blocks while some have proposed what comes next, and others have not."""
+    options = {"swap_space": 0.001, "preemption_mode": mode} if mode == "swap" else {}
+    engine = make_engine(
+        model,
+        num_gpu_blocks_override=num_blocks,
+        block_size=4,
+        max_model_len=4 * num_blocks,
+        watermark=0,
+        async_scheduling=True,
+        **options,
+    )
+    engine.add_request("older", [1] * older, SamplingParams(max_tokens=16, ignore_eos=True, n=2))
+    engine.step()
+    engine.add_request("search", PROMPTS[0], BeamSearchParams(beam_width=3, max_tokens=MAX_TOKENS))
+    for _ in range(300):
+        outputs = {output.request_id: output for output in engine.step() if output.finished}
+        assert engine.audit() == []
+        if "search" in outputs:
+            break
+    assert_found(outputs["search"], reference(model, PROMPTS[0], 3))
+    engine.close()
+
+
 def test_a_search_that_outgrows_the_pool_ends_with_its_best_so_far_and_says_so(model):
     engine = make_engine(model, num_gpu_blocks_override=6, enable_prefix_caching=False)
     engine.add_request("other", [9, 8, 7], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))

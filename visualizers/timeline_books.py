@@ -129,8 +129,8 @@ CAUSES = (
     *("memory", "a slot", "the budget", "the batch to end"),
     *("a step that preempts", "a token on its way", "reasons told before this log"),
 )
-"""What sequences wait for. The last three are no decisions of the log: nobody is admitted in a step that preempts, and who
-was preempted comes back when the token that was on its way to it is known."""
+"""What sequences wait for. The last three are no decisions of the log, but for beams that wait for each other's tokens:
+nobody is admitted in a step that preempts, and who was preempted comes back when the token on its way to it is known."""
 MEMORY, SLOT, BUDGET, BATCH, PREEMPTION, IN_FLIGHT, BEFORE = range(len(CAUSES))
 LATE = 2
 """Steps that a token may be on its way."""
@@ -141,6 +141,7 @@ _CAUSE_OF = {
     "waits_slot": SLOT,
     "waits_budget": BUDGET,
     "waits_batch": BATCH,
+    "waits_beams": IN_FLIGHT,
 }
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from refimpl.attention import Setting, backend_choice
+from refimpl.cache_folder import cache_folder
 from refimpl.config import GIB, EngineArgs
 from refimpl.doctor.findings import Finding
 from refimpl.errors import ConfigError
 from refimpl.executor.device import choose_device, choose_dtype, cpu_flags, free_host_memory
 from refimpl.executor.serving import who_serves
-from refimpl.loading.pull import cache_folder
 from refimpl.quantization.choose import choose_method
 
 SHOWN_FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from refimpl.attention import Setting, backend_choice
+from refimpl.cache_folder import cache_folder
 from refimpl.config import GIB, EngineArgs, ModelConfig
 from refimpl.doctor.findings import Finding, Status
 from refimpl.errors import OutOfMemoryError, RefimplError
@@ -16,7 +17,7 @@ from refimpl.executor import gpu_memory, memory, memory_advice
 from refimpl.executor.device import free_host_memory
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.hub import hub_cache, hub_folder_if_cached
-from refimpl.loading.pull import EMBEDDED_MODEL, cache_folder, embedded_folder_if_cached
+from refimpl.loading.pull import EMBEDDED_MODEL, embedded_folder_if_cached
 from refimpl.model_shares import fits, share_of, sizes_that_fit
 from refimpl.quantization.choose import choose_method, fits_widened
 from refimpl.quantization.method import weight_bytes

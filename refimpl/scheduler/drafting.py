@@ -51,6 +51,8 @@ class Drafting:
         num_tokens = sequence.num_tokens
         if num_tokens <= sequence.num_prompt_tokens:  # its first token is not ordered yet
             return 0
+        if num_tokens - sequence.num_computed_tokens > 1:  # a chunk of one token, of a sequence that is computed again
+            return 0
         if self._max_draft_len is not None and num_tokens + self._num_drafts > self._max_draft_len:
             stop_drafting(sequence, log, f"the draft model reads at most {self._max_draft_len} tokens")
             return 0

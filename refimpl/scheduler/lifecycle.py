@@ -220,12 +220,15 @@ class Lifecycle:
         """
         for sequence_id in reversed(self.kv.swap.holders):
             if but is None or sequence_id != but.sequence_id:
-                sequence = self.sequences[sequence_id]
-                block_ids = self._drop_swapped(sequence)
-                plan.preempted.append(Preemption(sequence_id, "recompute", tuple(block_ids)))
-                self._log.add(sequence, "dropped_swap", blocks=len(block_ids))
+                self._drop_held_by(self.sequences[sequence_id], plan)
                 return True
         return False
+
+    def _drop_held_by(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Take what a swapped sequence holds, on the device and on the host; it is to be recomputed."""
+        block_ids = self._drop_swapped(sequence)
+        plan.preempted.append(Preemption(sequence.sequence_id, "recompute", tuple(block_ids)))
+        self._log.add(sequence, "dropped_swap", blocks=len(block_ids))
 
     def drop_all_swapped(self) -> None:
         """After a step that failed: what it moved may hold nothing, so all that is swapped is to be recomputed."""

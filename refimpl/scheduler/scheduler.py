@@ -160,6 +160,8 @@ class Scheduler(TakesIn):
         while (sequence := self._next_to_admit()) is not None:
             if sequence.num_tokens_in_flight:
                 return None  # preempted with a token in flight: its id must be known before it is computed again
+            if self._at_barrier(sequence) and not self._forget_proposals(sequence, plan):
+                return self._log.wait(sequence, "waits_beams")
             if self.running.full:
                 return self._log.wait(sequence, "waits_slot", slots=self.config.max_num_seqs)
             cached_blocks = self._match_prefix(sequence)

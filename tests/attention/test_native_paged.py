@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -104,6 +108,9 @@ def test_norms_and_swiglu_are_torchs(dtype):
     normed, kept = norm(x, residual.clone())
     close(kept, summed, torch.float32)
     close(normed, norm.plainly(summed), torch.float32)
+    narrow = RMSNorm(40, 1e-5, dtype, torch.device("cpu"))
+    torch.nn.init.ones_(narrow.weight)
+    close(narrow(x, residual.clone())[0], narrow.plainly(summed), torch.float32)
     gate_up = torch.cat((torch.linspace(-200, 200, 41), torch.randn(41)))[None].to(dtype)
     close(silu_mul(gate_up), torch.nn.functional.silu(gate_up[:, :41].float()) * gate_up[:, 41:].float(), dtype)
     assert silu_mul(torch.full((1, 4), torch.nan, dtype=dtype)).isnan().all()
@@ -134,6 +141,97 @@ def test_threads_that_share_long_prompts_do_the_same(dtype):
     close(normed, norm.plainly(residual + x.float()), torch.float32)
     gate_up = torch.randn(T, 160).to(dtype)
     close(silu_mul(gate_up), torch.nn.functional.silu(gate_up[:, :80].float()) * gate_up[:, 80:].float(), dtype)
+
+
+@pytest.fixture
+def remade(monkeypatch):
+    """``library`` as a new process finds it: what was made and asked before is forgotten, before the test and after."""
+    native._made.cache_clear()
+    yield native.library
+    native._made.cache_clear()
+
+
+def pretend_compiler(monkeypatch, folder, script):
+    """A compiler that is a few lines of shell, the only one there is."""
+    folder.mkdir()
+    (folder / "c++").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "c++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@needs_compiler
+def test_a_library_is_made_once_and_made_anew_where_its_file_is_damaged(remade, monkeypatch, tmp_path):
+    monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path / "cache"))
+    assert remade() is not None
+    [kept] = (tmp_path / "cache").iterdir()
+    pretend_compiler(monkeypatch, tmp_path / "none", "exit 1")
+    native._made.cache_clear()
+    assert remade() is None, "another compiler's is another library"
+    monkeypatch.undo()
+    monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path / "cache"))
+    for content in (b"", b"no library"):
+        kept.unlink()  # the one that this process has loaded stays whole
+        kept.write_bytes(content)
+        native._made.cache_clear()
+        assert remade() is not None
+        assert kept.read_bytes()[:4] == b"\x7fELF"
+
+
+@needs_compiler
+@pytest.mark.parametrize("folder", ["/proc/nothing", "file/cache"])
+def test_where_nothing_can_be_kept_a_process_makes_a_library_for_itself(remade, monkeypatch, tmp_path, folder):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path / folder))
+    assert remade() is not None
+    assert native.obstacle() == ""
+
+
+@needs_compiler
+def test_a_user_without_a_home_has_a_library_too(remade, monkeypatch):
+    for name in ("REFIMPL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert remade() is not None
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "echo 'note: x' >&2; echo \"x.cpp:1: error: no -march\" >&2; exit 1",
+            r"c\+\+ did not make .*: x.cpp:1: error: no -march",
+        ),
+        ("exit 3", "ended with code 3"),
+        ("exit 0", "did not make a library that loads here: .*made.so"),
+    ],
+)
+def test_a_compiler_that_fails_is_told_of_by_its_own_words(remade, monkeypatch, tmp_path, script, said):
+    monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path / "cache"))
+    pretend_compiler(monkeypatch, tmp_path / "bin", script)
+    assert remade() is None
+    assert re.search(said, native.obstacle())
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@needs_compiler
+def test_the_library_asks_no_compiler_for_threads(remade, monkeypatch, tmp_path):
+    """One that brings threads of its own, as Clang does, makes the same library."""
+    monkeypatch.setenv("REFIMPL_CACHE", str(tmp_path))
+    assert remade() is not None
+    [kept] = tmp_path.iterdir()
+    assert b"GOMP_parallel" in kept.read_bytes()
+    assert b"kmpc" not in kept.read_bytes(), "the names of LLVM's"
+    assert not any("openmp" in flag for flag in native.FLAGS)
+
+
+@pytest.mark.parametrize("told", ["Features\t: fp asimd sve\nCPU part\t: 0xd40\n", "flags\t\t: sse avx2\n"])
+def test_each_kind_of_cpu_has_a_library_of_its_own(monkeypatch, told):
+    before = native._key("c++")
+    real = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: told if self.name == "cpuinfo" else real(self, *a, **k))
+    one = native._key("c++")
+    told += "CPU revision\t: 1\n"
+    assert len({before, one, native._key("c++")}) == 3
 
 
 @needs_compiler

@@ -15,7 +15,9 @@ import pytest
 import torch
 from checkpoint_files import our_logits, random_llama, their_logits, write_gguf
 
-from refimpl.errors import CheckpointError, ModelError, ModelNotFoundError
+from refimpl import LLM, SamplingParams
+from refimpl.cache_folder import cache_folder
+from refimpl.errors import CheckpointError, ConfigError, ModelError, ModelNotFoundError
 from refimpl.loading import pull
 from refimpl.loading.checkpoint import open_checkpoint
 from refimpl.loading.folder import FolderCheckpoint
@@ -72,13 +74,23 @@ def test_refimpl_cache_counts_before_xdg_and_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("REFIMPL_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert pull.cache_folder() == tmp_path / "home/.cache/refimpl"
+    assert cache_folder() == tmp_path / "home/.cache/refimpl"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert pull.cache_folder() == tmp_path / "xdg/refimpl"
+    assert cache_folder() == tmp_path / "xdg/refimpl"
     monkeypatch.setenv("REFIMPL_CACHE", "~/models")
-    assert pull.cache_folder() == tmp_path / "home/models"
+    assert cache_folder() == tmp_path / "home/models"
     monkeypatch.setenv("REFIMPL_CACHE", "")
-    assert pull.cache_folder() == tmp_path / "xdg/refimpl"
+    assert cache_folder() == tmp_path / "xdg/refimpl"
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
+    for name in ("REFIMPL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is for a user whom the system does not know
+    with pytest.raises(ConfigError, match=r"no home folder .*; set REFIMPL_CACHE to a folder"):
+        pull.embedded_checkpoint_folder()
+    with LLM("tiny") as llm:
+        assert llm.generate("Hello", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 # ---------------------------------------------------------------------- the embedded model

@@ -121,6 +121,16 @@ def test_greedy_tokens_are_the_same_when_preempted_at_any_step(plain, mode, over
         assert sum(len(record.preempted) for record in llm.engine.events.records) >= 4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_sequence_that_is_computed_again_a_token_at_a_time_has_no_drafts_until_it_draws(plain, kind, overlap):
+    options = {"long_prefill_token_threshold": 1, "enable_prefix_caching": False, "async_scheduling": overlap}
+    with engine(KINDS[kind](2), **options) as llm:
+        llm.engine.scheduler.preempt_at(33, "2")
+        assert generate(llm) == plain[0]
+        assert sum(len(record.preempted) for record in llm.engine.events.records) == 1
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", [draft_model, other_model])
 def test_coupled_tokens_are_those_without_drafts_at_any_temperature(plain, kind, overlap):
