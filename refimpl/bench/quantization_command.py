@@ -32,7 +32,7 @@ def quantization(
 ) -> None:
     """Perplexity and KL divergence in 4 bits (rounded to nearest, and AWQ) and in FP8, beside the model itself.
 
-    With --train-steps, AWQ's scales and levels are trained as well.
+    With --train-steps, AWQ's scales and levels are trained as well, and FP8's weights in a further row.
     """
     from refimpl.bench.quantization import run
     from refimpl.bench.result import report_result

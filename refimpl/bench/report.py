@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from refimpl.bench.report_quantization import quantization_table
+from refimpl.bench.report_checkpoints import load_table, quantization_table
 from refimpl.bench.report_scaling import scaling_table
 from refimpl.bench.report_serving import idle_table, serve_sim_table, serve_table, startup_table
 from refimpl.bench.report_speculation import crossing_table, speculation_table
@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": (
         "serve --dtype float32 --workload 32-256/16-64 --request-rate 0.5,1 --num-prompts 48 --goodput ttft:1000,tpot:200"
     ),
+    "load": "load FOLDER --stored float8_e4m3fn --gib 12",
     "quantization": "quantization --group-size 32 --train-steps 300",
     "serve_sim": "serve-sim --model-config llama-3-8b",
     "startup": "startup --model-config llama-3-8b",
@@ -321,6 +322,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "speculation_shape": lambda result: speculation_table(result) + caption(result),
     "speculation_crossing": lambda result: crossing_table(result) + caption(result),
     "scaling": lambda result: scaling_table(result) + caption(result),
+    "load": lambda result: load_table(result) + caption(result),
     "quantization": lambda result: quantization_table(result) + caption(result),
     "serve": lambda result: serve_table(result) + caption(result),
     "serve_sim": lambda result: serve_sim_table(result) + caption(result),

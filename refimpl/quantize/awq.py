@@ -24,13 +24,14 @@ from refimpl.executor.device import resolve_device
 from refimpl.model_config import ModelConfig
 from refimpl.quantization.awq_layout import pack_awq, quantise_groups
 from refimpl.quantize.calibration import calibration_windows
-from refimpl.quantize.distil import QuantisedLayer, Training, trained
+from refimpl.quantize.distil import Training
 from refimpl.quantize.groups import NORMS, Group, fold, groups_of
 from refimpl.quantize.layerwise import LayerByLayer
 from refimpl.quantize.refine import Levels, damping_for, refine
 from refimpl.quantize.report import LayerReport, Written, written
 from refimpl.quantize.search import ALPHAS, Statistics, clip, search_scales
 from refimpl.quantize.source import Source
+from refimpl.quantize.trained_levels import QuantisedLayer, trained_layers
 from refimpl.quantize.writer import SHARD_BYTES, ShardWriter, new_folder
 
 GROUP_SIZES = (128, 64, 32)
@@ -87,7 +88,7 @@ def quantize_awq(model: Any, out: Path | str, options: AwqOptions | None = None,
         windows = _windows(source, options, show_progress) if options.search else None
         made: Iterable[QuantisedLayer] = _quantised(source, windows, group_size, options, device, show_progress)
         if windows is not None and options.training is not None:
-            made = trained(source, list(made), windows, options.training, device, show_progress)
+            made = trained_layers(source, list(made), windows, options.training, device, show_progress)
         shards, reports = ShardWriter(folder, options.shard_bytes), []
         for number, layer in enumerate(made):
             reports.append(layer.report)

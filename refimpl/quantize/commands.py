@@ -32,6 +32,7 @@ TrainSteps = Annotated[
     int,
     typer.Option(min=0, help="Steps in which scales and levels of all layers are trained together, after the searches."),
 ]
+Window = Annotated[int, typer.Option(min=2, help="Tokens of one text to calibrate or train on.")]
 TrainTokens = Annotated[int, typer.Option(min=1, help="How many tokens to train on.")]
 TextSeed = Annotated[int, typer.Option(help="Of the texts that the model writes, and of their order in training.")]
 
@@ -61,7 +62,7 @@ def awq(
     calibration_tokens: CalibrationTokens = 32_768,
     train_steps: TrainSteps = 0,
     train_tokens: TrainTokens = 1_000_000,
-    window: Annotated[int, typer.Option(help="Tokens of one calibration text.")] = 512,
+    window: Window = 512,
     seed: TextSeed = 0,
     device: Device = "auto",
     shard_gigabytes: ShardGigabytes = 5.0,
@@ -81,11 +82,34 @@ def awq(
 
 
 @quantize.command()
-def fp8(model: Model, *, out: Out, shard_gigabytes: ShardGigabytes = 5.0, overwrite: Overwrite = False) -> None:
+def fp8(
+    model: Model,
+    *,
+    out: Out,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help="Texts to train on: JSON lines, as of generate. Default: texts that the model writes itself."),
+    ] = None,
+    train_steps: Annotated[
+        int,
+        typer.Option(min=0, help="Steps in which the weights of all layers are trained together; 0: rounded to nearest."),
+    ] = 0,
+    train_tokens: TrainTokens = 1_000_000,
+    window: Window = 512,
+    seed: TextSeed = 0,
+    device: Device = "auto",
+    shard_gigabytes: ShardGigabytes = 5.0,
+    overwrite: Overwrite = False,
+) -> None:
     """Quantise the layers' matrices to FP8 with a scale for each output channel, in the form of compressed-tensors."""
+    from refimpl.quantize.distil import Training
     from refimpl.quantize.fp8 import Fp8Options, quantize_fp8
 
-    options = Fp8Options(shard_bytes=int(shard_gigabytes * 10**9), overwrite=overwrite)
+    options = Fp8Options(
+        training=Training.asked(train_steps, train_tokens, seed), window=window, seed=seed, device=device,
+        prompts=None if prompts_file is None else read_prompts(prompts_file),
+        shard_bytes=int(shard_gigabytes * 10**9), overwrite=overwrite,
+    )  # fmt: skip
     _tell(quantize_fp8(model, out, options, show_progress=sys.stderr.isatty()))
 
 

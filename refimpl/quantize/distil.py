@@ -1,22 +1,17 @@
-"""Training what 4 bits hold, all layers at once: the quantised model learns to say what the model itself says.
+"""Training what few bits hold, all layers at once: the quantised model learns to say what the model itself says.
 
 The loss is the KL divergence ``Σ p log(p / q)`` of the next token's distribution, p the model's own (Liu et al. 2023,
-"LLM-QAT": on text that the model writes). Two kinds of numbers are trained: scales, and levels. A level is trained as a
-number between levels that is rounded in the forward pass, and whose gradient goes past the rounding (Bengio et al. 2013,
-"straight-through")::
-
-    w = s · (clamp(round(u) + z, 0, 15) − z)        z, the zero point, stays
-
-Both are trained in units in which matrices are alike: u counts levels, and s changes by shares of itself.
+"LLM-QAT": on text that the model writes). What is trained of a matrix is told in :mod:`refimpl.quantize.trained_levels` and
+:mod:`refimpl.quantize.trained_fp8`: numbers that are rounded in the forward pass, and whose gradient goes past the rounding
+(Bengio et al. 2013, "straight-through"). They count steps between what the bits can hold, so that matrices are alike.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -24,11 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from refimpl.executor.device import resolve_dtype
-from refimpl.quantization.awq_layout import LARGEST, float16_above_0
-from refimpl.quantize.dense_layers import DenseModel, Layer
+from refimpl.quantize.dense_layers import DenseModel, Layer, as_they_are
 from refimpl.quantize.groups import MATRICES
-from refimpl.quantize.refine import Levels
-from refimpl.quantize.report import LayerReport
 from refimpl.quantize.source import Source
 
 LOGITS_AT_ONCE = 2**28
@@ -42,7 +34,7 @@ WARM_UP = 0.05
 BESIDE = 0.9
 """Of the way from a level to the weight that it stands for, at most half a step: there numbers begin. So none is as near to
 the next level as noise goes, and those of weights between two levels have the shorter way. Chosen with the
-rates below by four tries of 50 steps on SmolLM2, in groups of 64."""
+rates below by four tries of 50 steps on SmolLM2, in 4 bits in groups of 64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,126 +59,84 @@ class Training:
         return cls(steps=steps, tokens=tokens, seed=seed) if steps else None
 
 
-@dataclass(frozen=True)
-class QuantisedLayer:
-    """A layer in 4 bits, before it is written."""
-
-    report: LayerReport
-    tensors: dict[str, Tensor]
-    """In float32, scales folded in; matrices as they were before they were rounded."""
-    levels: dict[str, Levels]
-    """Of each matrix, by its name in the layer."""
+Stored = TypeVar("Stored", covariant=True)
+"""A matrix as it is stored."""
 
 
-class _Rounding(torch.autograd.Function):
-    """The weights that numbers and scales stand for."""
-
-    @staticmethod
-    def forward(ctx: Any, numbers: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
-        """``numbers`` [O, groups, size], ``scales`` and ``zeros`` [O, groups, 1]; gives [O, C]."""
-        nearest = numbers.round()
-        levels = torch.clamp(nearest, -zeros, LARGEST - zeros)
-        ctx.save_for_backward(levels.to(torch.int8), scales, levels == nearest)
-        return (levels * scales).flatten(1).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor, None, None]:
-        """Past the rounding, and not beyond the range."""
-        levels, scales, within = ctx.saved_tensors
-        gradient = gradients[0].view(levels.shape).float()
-        numbers = (gradient * scales).mul_(within) if ctx.needs_input_grad[0] else None
-        return numbers, (gradient * levels).sum(-1, keepdim=True), None, None
-
-
-class TrainedMatrix:
-    """A matrix in 4 bits while it is trained.
-
-    Args:
-        levels: to begin with.
-        weight: what they stand for, as it was before the rounding.
-
-    """
-
-    def __init__(self, levels: Levels, weight: Float[Tensor, "O C"]) -> None:
-        self._zeros = levels.zeros.T.float().unsqueeze(2)
-        self._first = levels.scales.T.float().unsqueeze(2)
-        signed = levels.values.T.float().unflatten(1, (-1, levels.group_size)) - self._zeros
-        missing = (weight.float().view_as(signed) / self._first - signed).clamp_(-0.5, 0.5)
-        self.numbers = (signed + BESIDE * missing).requires_grad_()
-        self.growth = torch.zeros_like(self._first).requires_grad_()
+class TrainedMatrix(Protocol[Stored]):
+    """A matrix in few bits while it is trained."""
 
     def weight(self, dtype: torch.dtype) -> Float[Tensor, "O C"]:
         """What it stands for, to be trained through."""
-        rounding: Callable[..., Tensor] = _Rounding.apply
-        return rounding(self.numbers, self._first * (1 + self.growth), self._zeros, dtype)
+        ...
 
-    def levels(self) -> Levels:
+    def parameters(self, training: Training) -> list[tuple[Tensor, float]]:
+        """What is trained of it, and how fast."""
+        ...
+
+    def stored(self) -> Stored:
         """As it is stored."""
-        signed = torch.clamp(self.numbers.detach().round(), -self._zeros, LARGEST - self._zeros)
-        values = (signed + self._zeros).flatten(1).T.to(torch.uint8).contiguous()
-        scales = float16_above_0((self._first * (1 + self.growth.detach())).squeeze(2).T).contiguous()
-        return Levels(values, self._zeros.squeeze(2).T.to(torch.uint8).contiguous(), scales)
+        ...
 
 
-class Student:
+class Student(Generic[Stored]):
     """The quantised model while it is trained.
 
     Args:
         tensors: of each layer, what is not quantised.
         matrices: of each layer, what is, by name.
         dtype: of products.
+        inputs: what becomes of the products' inputs before.
 
     """
 
     def __init__(
-        self, tensors: Sequence[Layer], matrices: Sequence[Mapping[str, TrainedMatrix]], dtype: torch.dtype
+        self,
+        tensors: Sequence[Layer],
+        matrices: Sequence[Mapping[str, TrainedMatrix[Stored]]],
+        dtype: torch.dtype,
+        inputs: Callable[[Tensor], Tensor] = as_they_are,
     ) -> None:
-        self._tensors, self.matrices, self._dtype = tensors, matrices, dtype
+        self._tensors, self._matrices, self._dtype, self._inputs = tensors, matrices, dtype, inputs
 
-    def layer(self, number: int) -> dict[str, Tensor]:
-        """A layer's tensors."""
-        made = {f"{name}.weight": matrix.weight(self._dtype) for name, matrix in self.matrices[number].items()}
+    def hidden(self, model: DenseModel, windows: Int[Tensor, "N L"]) -> Float[Tensor, "T H"]:
+        """Its hidden states, by the model's parts that are not in its layers."""
+        return model.hidden(self._layer, windows, self._inputs)
+
+    def _layer(self, number: int) -> dict[str, Tensor]:
+        made = {f"{name}.weight": matrix.weight(self._dtype) for name, matrix in self._matrices[number].items()}
         return {**self._tensors[number], **made}
 
     def optimizer(self, training: Training) -> torch.optim.Adam:
-        """Of scales, and of levels where they are trained."""
-        every = [matrix for layer in self.matrices for matrix in layer.values()]
-        groups = [{"params": [matrix.growth for matrix in every], "lr": training.scale_rate}]
-        for matrix in every:
-            matrix.numbers.requires_grad_(training.level_rate > 0)
-        if training.level_rate > 0:
-            groups.append({"params": [matrix.numbers for matrix in every], "lr": training.level_rate})
+        """Of all that is trained."""
+        found = [one for layer in self._matrices for matrix in layer.values() for one in matrix.parameters(training)]
+        groups = [{"params": [tensor for tensor, own in found if own == rate], "lr": rate} for rate in {r for _, r in found}]
         return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
+
+    def stored(self) -> list[dict[str, Stored]]:
+        """The matrices of each layer as they are now."""
+        return [{name: matrix.stored() for name, matrix in layer.items()} for layer in self._matrices]
 
 
 def trained(
     source: Source,
-    layers: Sequence[QuantisedLayer],
+    student: Student[Stored],
     windows: Int[Tensor, "N L"],
     training: Training,
     device: torch.device,
     show_progress: bool = False,
-) -> list[QuantisedLayer]:
-    """The layers with better levels and scales. The whole model is there, in float32, five times over where levels move."""
+) -> list[dict[str, Stored]]:
+    """Each layer's matrices, trained. The whole model is there, in float32, five times over where its numbers move."""
     dtype = product_dtype(device)
     model = DenseModel(source.config, dict(source.outside_layers()), dtype, device)
-    teacher = [_layer_of(source, number, dtype, device) for number in range(len(layers))]
-    norms = [
-        {name: source.narrowed(tensor, name).float() for name, tensor in layer.tensors.items() if not _is_matrix(name)}
-        for layer in layers
-    ]
-    matrices = [
-        {name: TrainedMatrix(levels, layer.tensors[f"{name}.weight"]) for name, levels in layer.levels.items()}
-        for layer in layers
-    ]
+    teacher = [_layer_of(source, number, dtype, device) for number in range(source.config.num_hidden_layers)]
     with tqdm(total=training.steps, unit=" steps", disable=not show_progress) as bar:
 
         def tell(step: int, loss: float, held_out: str) -> None:
             bar.update()
             bar.set_postfix_str(f"KL divergence {loss:.4f}{held_out}")
 
-        best = distil(model, teacher.__getitem__, Student(norms, matrices, dtype), windows.to(device), training, tell)
-    return [dataclasses.replace(layer, levels=levels) for layer, levels in zip(layers, best, strict=True)]
+        return distil(model, teacher.__getitem__, student, windows.to(device), training, tell)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
@@ -194,7 +144,8 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if resolve_dtype("auto", device) == torch.bfloat16 else torch.float32
 
 
-def _is_matrix(name: str) -> bool:
+def is_matrix(name: str) -> bool:
+    """Whether a layer's tensor is one of the matrices that are quantised."""
     return name.removesuffix(".weight") in MATRICES
 
 
@@ -202,27 +153,27 @@ def _layer_of(source: Source, number: int, dtype: torch.dtype, device: torch.dev
     """A layer of the model itself."""
     start = f"model.layers.{number}."
     found = {name.removeprefix(start): tensor for name, tensor in source.weights.items() if name.startswith(start)}
-    return {name: tensor.to(device, dtype if _is_matrix(name) else torch.float32) for name, tensor in found.items()}
+    return {name: tensor.to(device, dtype if is_matrix(name) else torch.float32) for name, tensor in found.items()}
 
 
 def distil(
     model: DenseModel,
     teacher: Callable[[int], Layer],
-    student: Student,
+    student: Student[Stored],
     windows: Int[Tensor, "N L"],
     training: Training,
     tell: Callable[[int, float, str], None] = lambda step, loss, held_out: None,
-) -> list[dict[str, Levels]]:
+) -> list[dict[str, Stored]]:
     """Train the student to predict as the teacher does, on ``windows``, some of which are held out.
 
-    Gives each layer's levels as they were when they predicted those best. ``tell`` hears each step's loss, and in words what
-    the looks at the held-out texts found.
+    Gives each layer's matrices as they were when they predicted those best. ``tell`` hears each step's loss, and in words
+    what the looks at the held-out texts found.
     """
     optimizer = student.optimizer(training)
     rates = [group["lr"] for group in optimizer.param_groups]
     length = windows.shape[1]
     windows, held_out = split(windows)
-    best = _Best(model, teacher, student, held_out, max(1, training.tokens_at_once // length))
+    best: _Best[Stored] = _Best(model, teacher, student, held_out, max(1, training.tokens_at_once // length))
     rows, at_once = max(1, training.batch_tokens // length), max(1, training.tokens_at_once // length)
     drawn = _drawn(len(windows), training.seed)
     between = -(-training.steps // LOOKS)
@@ -237,7 +188,7 @@ def distil(
         if (step + 1) % between == 0 or step + 1 == training.steps:
             best.look()
         tell(step, float(sum(losses)), str(best))
-    return best.levels
+    return best.matrices
 
 
 def split(windows: Int[Tensor, "N L"]) -> tuple[Int[Tensor, "M L"], Int[Tensor, "H L"]]:
@@ -248,34 +199,34 @@ def split(windows: Int[Tensor, "N L"]) -> tuple[Int[Tensor, "M L"], Int[Tensor, 
     return windows[~held_out], windows[held_out]
 
 
-class _Best:
-    """The student's levels as they were when they predicted texts best; without texts, as they were last."""
+class _Best(Generic[Stored]):
+    """The student's matrices as they were when they predicted texts best; without texts, as they were last."""
 
     def __init__(
         self,
         model: DenseModel,
         teacher: Callable[[int], Layer],
-        student: Student,
+        student: Student[Stored],
         windows: Int[Tensor, "N L"],
         at_once: int,
     ) -> None:
         self._model, self._teacher, self._student = model, teacher, student
         self._windows, self._parts = windows, windows.split(at_once) if len(windows) else ()
         self._last = self._least = math.inf
-        self.levels: list[dict[str, Levels]] = []
+        self.matrices: list[dict[str, Stored]] = []
 
     def __str__(self) -> str:
         return f", held out {self._last:.4f}, least {self._least:.4f}" if self._parts else ""
 
     @torch.no_grad()
     def look(self) -> None:
-        """Keep the levels if none were better."""
-        hidden, tokens = self._model.hidden, self._windows.numel()
-        pairs = ((hidden(self._teacher, part), hidden(self._student.layer, part)) for part in self._parts)
-        self._last = float(sum(divergence(self._model.head, *pair, tokens)[0] for pair in pairs))
+        """Keep the matrices if none were better."""
+        model, tokens = self._model, self._windows.numel()
+        pairs = ((model.hidden(self._teacher, part), self._student.hidden(model, part)) for part in self._parts)
+        self._last = float(sum(divergence(model.head, *pair, tokens)[0] for pair in pairs))
         if self._last <= self._least:
             self._least = self._last
-            self.levels = [{name: one.levels() for name, one in layer.items()} for layer in self._student.matrices]
+            self.matrices = self._student.stored()
 
 
 def share_of_rate(progress: float) -> float:
@@ -293,13 +244,13 @@ def _drawn(count: int, seed: int) -> Any:
 
 
 def _backward(
-    model: DenseModel, teacher: Callable[[int], Layer], student: Student, windows: Int[Tensor, "N L"], tokens: int
+    model: DenseModel, teacher: Callable[[int], Layer], student: Student[Any], windows: Int[Tensor, "N L"], tokens: int
 ) -> Tensor:
     """Add the gradients of some texts of a batch of so many tokens; gives their part of its loss."""
     with torch.no_grad():
         expected = model.hidden(teacher, windows)
     with torch.enable_grad():
-        hidden = model.hidden(student.layer, windows)
+        hidden = student.hidden(model, windows)
     loss, gradient = divergence(model.head, expected, hidden.detach(), tokens)
     hidden.backward(gradient)
     return loss

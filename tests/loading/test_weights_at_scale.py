@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from refimpl import LLM, EngineArgs
+from refimpl.bench import report
 from refimpl.bench.commands import bench
 from refimpl.bench.shards import written_shards
 from refimpl.config import GIB
@@ -434,6 +435,11 @@ def test_bench_load_reads_what_it_wrote(tmp_path):
     eight = json.loads(CliRunner().invoke(bench, [*asked, "--stored", "float8_e4m3fn", "--cold"]).stdout)
     assert (list(eight["results"]), eight["checks"][0]["ok"]) == (["as_stored"], True)
     assert "files, cold" in eight["setting"]["workload"]
+    result["results"]["as_model"] = {"not_measured": "interrupted"}
+    table = report.TABLES["load"](result)
+    assert re.search(
+        r"\| as stored \| [\d.]+ \| [\d.]+–[\d.]+ \| [\d.]+ \|\n\| as model \| not measured: interrupted", table
+    )
 
 
 def test_the_same_shards_are_not_written_again(tmp_path):

@@ -13,9 +13,10 @@ from refimpl.loading.in_memory import TransformersCheckpoint
 from refimpl.quantization.awq_layout import quantise_groups
 from refimpl.quantize.awq import AwqOptions, quantize_awq
 from refimpl.quantize.dense_layers import DenseModel
-from refimpl.quantize.distil import HELD_OUT_TOKENS, TrainedMatrix, Training, divergence, product_dtype, share_of_rate, split
+from refimpl.quantize.distil import HELD_OUT_TOKENS, Training, divergence, product_dtype, share_of_rate, split
 from refimpl.quantize.refine import Levels
 from refimpl.quantize.source import Source
+from refimpl.quantize.trained_levels import TrainedLevels
 
 SHORT = Training(steps=30, tokens=512, batch_tokens=256, tokens_at_once=128, level_rate=2e-2, scale_rate=2e-3)
 
@@ -37,13 +38,13 @@ def test_the_dense_model_computes_what_the_engine_does(name):
 def test_a_matrix_begins_with_its_levels_and_is_stored_as_it_computes():
     weight = torch.randn(16, 128)
     levels = Levels(*quantise_groups(weight * 0.8, 64))
-    trained = TrainedMatrix(levels, weight)
+    trained = TrainedLevels(levels, weight)
     assert torch.allclose(trained.weight(torch.float32), levels.widened(), atol=1e-6)
-    assert torch.equal(trained.levels().values, levels.values)
+    assert torch.equal(trained.stored().values, levels.values)
     with torch.no_grad():
         trained.numbers += torch.randn_like(trained.numbers)
         trained.growth += 0.1
-    stored = trained.levels()
+    stored = trained.stored()
     assert int(stored.values.max()) <= 15
     assert not torch.equal(stored.values, levels.values)
     assert torch.equal(stored.zeros, levels.zeros)
@@ -51,12 +52,12 @@ def test_a_matrix_begins_with_its_levels_and_is_stored_as_it_computes():
 
 
 def test_gradients_go_past_the_rounding_and_stop_at_the_range():
-    trained = TrainedMatrix(Levels(*quantise_groups(torch.randn(8, 64), 64)), torch.zeros(8, 64))
+    trained = TrainedLevels(Levels(*quantise_groups(torch.randn(8, 64), 64)), torch.zeros(8, 64))
     with torch.no_grad():
         trained.numbers[0, 0, 0] = 40.0  # beyond the range
     seen = torch.randn(8, 64)
     (trained.weight(torch.float32) * seen).sum().backward()
-    scales = trained.levels().scales.float().T.unsqueeze(2)
+    scales = trained.stored().scales.float().T.unsqueeze(2)
     expected = seen.view(8, 1, 64) * scales
     expected[0, 0, 0] = 0
     assert torch.allclose(trained.numbers.grad, expected, rtol=1e-3)

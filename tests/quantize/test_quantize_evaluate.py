@@ -9,9 +9,9 @@ import torch
 from quantize_support import CPU, Changed
 from tests_support import full_logits
 
-from refimpl.bench.quantization import AWQ, FP8, NEAREST
+from refimpl.bench.quantization import AWQ, FP8, FP8_NEAREST, NEAREST
 from refimpl.bench.quantization import run as run_benchmark
-from refimpl.bench.report_quantization import quantization_table
+from refimpl.bench.report_checkpoints import quantization_table
 from refimpl.cli import main
 from refimpl.errors import ConfigError
 from refimpl.loading.checkpoint import load_model
@@ -145,15 +145,18 @@ def test_mistakes_on_the_command_line_are_told_in_a_sentence(run, tmp_path):
 def test_the_benchmark_quantises_and_compares(text):
     options = AwqOptions(calibration_tokens=1024)
     result = run_benchmark("tiny", options, text, tokens=60)
-    assert set(result.results) == {"perplexity", NEAREST, AWQ, FP8}
-    assert result.results[FP8]["kl_mean"] < result.results[AWQ]["kl_mean"] < result.results[NEAREST]["kl_mean"]
+    assert set(result.results) == {"perplexity", "text_seconds", NEAREST, AWQ, FP8_NEAREST}
+    assert result.results[FP8_NEAREST]["kl_mean"] < result.results[AWQ]["kl_mean"] < result.results[NEAREST]["kl_mean"]
     assert {check.name for check in result.checks} == {
         "awq_perplexity_increase", "awq_share_of_rounding_to_nearest", "fp8_perplexity_increase"
     }  # fmt: skip
     table = quantization_table(json.loads(json.dumps(dataclasses.asdict(result))))
     assert f"\n| {AWQ} | " in table
     assert "59 tokens of text.txt" in table
-    assert "Groups of 64; AWQ calibrated on 1,024 tokens that the model wrote; training: none." in table
+    assert (
+        "Groups of 64; AWQ calibrated on 1,024 tokens that the model wrote; training: none. Writing these texts took "
+        in table
+    )
 
 
 def test_the_benchmark_trains_in_the_groups_that_are_asked_for(text, tmp_path, monkeypatch, capsys):
@@ -178,9 +181,13 @@ def test_the_benchmark_trains_in_the_groups_that_are_asked_for(text, tmp_path, m
     setting = result["setting"]
     assert (setting["group_size"], setting["training"]) == (32, "2 steps on 1,024 tokens that it wrote")
     assert "--group-size 32 --calibration-tokens 256 --train-steps 2 --train-tokens 1024" in setting["command"]
+    assert result["results"][FP8]["kl_mean"] != result["results"][FP8_NEAREST]["kl_mean"]
+    assert {"name": "fp8_perplexity_increase", "value": result["results"][FP8]["increase"]}.items() <= result["checks"][
+        2
+    ].items()
     for name in (NEAREST, AWQ):
         row = result["results"][name]
         assert row["bits_per_parameter"] == pytest.approx(8e6 * row["megabytes"] / tiny().config.num_parameters)
     assert result["results"][NEAREST]["megabytes"] == result["results"][AWQ]["megabytes"]
     assert [path.name.partition("-")[0] for path in tmp_path.glob("*.json")] == ["quantization"]
-    assert "training: 2 steps on 1,024 tokens that it wrote." in quantization_table(result)
+    assert "training: 2 steps on 1,024 tokens that it wrote. Writing" in quantization_table(result)
