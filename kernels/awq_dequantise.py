@@ -3,7 +3,7 @@
 Bound by memory: half a byte read and two written for each weight. A program takes one chunk of four groups of some rows
 (:mod:`refimpl.kernels.awq_reference` tells how they lie), and writes each group's weights where they belong::
 
-    words [ROWS, group/2]  ─►  (value − zero) · scale  ─►  result [ROWS, 4 · group]        in float32, rounded once
+    halves [ROWS, group]  ─►  (value − zero) · scale  ─►  result [ROWS, 4 · group]        in float32, rounded once
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def awq_dequantise_kernel(
     chunk, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < out_features
     row = tl.where(inside, row, 0)
-    tile = load_chunk(words, row, chunk, tl.cdiv(in_features, 4 * GROUP), GROUP // 2)
+    tile = load_chunk(words, row, chunk, tl.cdiv(in_features, 4 * GROUP), GROUP)
     scale = tl.load(scales + chunk * out_features + row)
     zero = tl.load(zeros + chunk * out_features + row)
     places = result + row.to(tl.int64) * result_stride
@@ -69,7 +69,7 @@ def awq_dequantise(
     grid = (triton.cdiv(in_features, 4 * group_size), triton.cdiv(len(result), ROWS))
     with device_of(words):
         awq_dequantise_kernel[grid](
-            *(words, scales.view(torch.int64), zeros, result, result.stride(0), *result.shape),
+            *(words.view(torch.int16), scales.view(torch.int64), zeros, result, result.stride(0), *result.shape),
             ROWS=ROWS,
             GROUP=group_size,
             num_warps=NUM_WARPS,

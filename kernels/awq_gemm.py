@@ -12,10 +12,8 @@ rounded but x, and the scale is one multiplication an output and group. How word
 Words, scales and zero points of a chunk are asked for one chunk ahead, into registers, and those of the first before the
 launch waits for the one before it; what is used in the turn that loads it queues behind all words on their way.
 
-Triton 3.6 multiplies by 8 tokens with a warp for each 16 rows (``mma``), where a thread holds four neighbours among the
-inputs; up to 16 tokens are so two products by the same weights in registers. More of them take all four warps (``wgmma``):
-there a thread holds inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, as in Triton 3.9 always. For that x is read in an order of
-its own (:func:`refimpl.kernels.awq_operand.inputs_in_order`), so that words may lie in one order for all.
+Up to 8 tokens are multiplied with a warp for each 16 rows (``mma``), more by all four warps (``wgmma``, sm_90), of which
+each reads its rows alone and x but once; Triton 3.9 has ``wgmma`` for all. The operand lies among threads alike in both.
 
 Matrices with few rows are cut along their inputs too, and SwiGLU's two matrices are taken at once:
 :mod:`refimpl.kernels.few_tokens`.
@@ -32,7 +30,7 @@ from torch import Tensor
 
 from refimpl.errors import RefimplError
 from refimpl.kernels.attention_tiles import target_of
-from refimpl.kernels.awq_operand import inputs_in_order, operand_of, operand_of_words, scale_of, whole_numbers
+from refimpl.kernels.awq_operand import operand_of, operand_of_words, scale_of, whole_numbers
 from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, TENSOR_CORES_FROM, most_tokens, padded_groups, words_shape
 from refimpl.kernels.few_tokens import all_parts, room_for_parts, write_product
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
@@ -52,8 +50,8 @@ WITH_ARRIVALS = 128
 REGISTERS = {8: 128, 16: 168}
 """A thread's, by a tile's tokens, on sm_90 with Triton 3.6: so that a processor holds four programs, or three."""
 MOST_SPLITS = 16
-ALL_IN_PAIRS = tuple(int(number) for number in triton.__version__.split(".")[:2]) > (3, 6)
-"""Whether this Triton has threads hold inputs as :attr:`Cut.in_pairs` says, whatever multiplies; seen of 3.9."""
+FEW_BY_MMA = tuple(int(number) for number in triton.__version__.split(".")[:2]) <= (3, 6)
+"""Whether this Triton multiplies by 8 tokens with ``mma``; seen of 3.6, and not of 3.9, where registers are short then."""
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -67,8 +65,6 @@ class Cut(NamedTuple):
 
     tokens: int
     """That a tile has room for."""
-    in_pairs: bool
-    """Whether of 16 inputs a thread holds two pairs, 8 apart, and not four neighbours, as Triton 3.6 has it for ``mma``."""
     num_stages: int
     """Tiles of x that are on their way."""
     splits: int
@@ -86,8 +82,7 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
     Other splits are reckoned.)
     """
     tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE if capability >= 90 else MOST_BEFORE)
-    in_pairs = ALL_IN_PAIRS or (capability // 10 == 9 and tokens > 16)
-    registers = REGISTERS.get(tokens) if capability >= 90 and not in_pairs else None
+    registers = REGISTERS.get(tokens) if capability >= 90 and FEW_BY_MMA else None
     at_once = PROCESSORS * (65536 // (32 * NUM_WARPS * (registers or 255)))
     programs = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_tokens, tokens)
     chunks = int(padded_groups(in_features, group_size)) // GROUPS_IN_A_CHUNK
@@ -99,22 +94,22 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
 
     splits = min(range(1, min(chunks, MOST_SPLITS) + 1), key=time)
     stages = 3 if tokens <= 16 and capability >= TENSOR_CORES_FROM else 2
-    return Cut(tokens, in_pairs, stages, splits, registers)
+    return Cut(tokens, stages, splits, registers)
 
 
 @triton.jit
 def words_of_program(
-    out_features: tl.tensor, num_rows: tl.tensor, chunks: tl.tensor, GATED: tl.constexpr, WORDS: tl.constexpr
+    out_features: tl.tensor, num_rows: tl.tensor, chunks: tl.tensor, GATED: tl.constexpr, GROUP: tl.constexpr
 ) -> tl.tensor:
-    """Where the words of a program's rows are, in its first chunk, piece by piece: ``[64 · WORDS]``."""
-    word = tl.arange(0, 64 * WORDS)
-    row, second = word // 16 % 32, word // 512 % 2
+    """Where the halves of words of a program's rows are, in its first chunk, piece by piece: ``[64 · GROUP]``."""
+    half = tl.arange(0, 64 * GROUP)
+    row, second = half // 32 % 32, half // 1024 % 2
     if GATED:
         row += tl.program_id(1) * 32 + second * out_features
     else:
         row += tl.program_id(1) * 64 + second * 32
     tile = tl.minimum(row // 32, (num_rows - 1) // 32)
-    return tile.to(tl.int64) * (chunks * 32 * WORDS) + word // 1024 * 512 + row % 32 * 16 + word % 16
+    return tile.to(tl.int64) * (chunks * 32 * GROUP) + half // 2048 * 1024 + row % 32 * 32 + half % 32
 
 
 @triton.jit
@@ -193,46 +188,37 @@ def awq_linear_kernel(
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     WHOLE: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
     OPERAND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Tokens ``program_id(0) · TOKENS …`` times 64 rows, part ``program_id(2)`` of the chunks; ``scales`` four in one."""
-    WORDS: tl.constexpr = GROUP // 2
-    AT_ONCE: tl.constexpr = 8 if TOKENS == 16 else TOKENS
     row = rows_of_operand(out_features, GATED)
     chunks = tl.cdiv(in_features, 4 * GROUP)
     each = tl.cdiv(chunks, SPLITS)
     first = tl.program_id(2) * each
     end = tl.minimum(first + each, chunks)
     start = tl.minimum(first, chunks - 1)  # of a part without a chunk: another's, unused
-    place = words + words_of_program(out_features, num_rows, chunks, GATED, WORDS)
+    place = words + words_of_program(out_features, num_rows, chunks, GATED, GROUP)
     scale = tl.load(scales + start * num_rows + row)
     zero = tl.load(zeros + start * num_rows + row)
-    flat = tl.load(place + start * (32 * WORDS), eviction_policy="evict_first")
-    token = tl.program_id(0) * TOKENS + tl.arange(0, AT_ONCE)
+    flat = tl.load(place + start * (32 * GROUP), eviction_policy="evict_first")
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     after_previous(OVERLAP)
-    sums = tl.zeros([64, AT_ONCE], tl.float32)
-    more = tl.zeros([64, AT_ONCE], tl.float32)
+    sums = tl.zeros([64, TOKENS], tl.float32)
     for chunk in range(first, end):
         later = tl.minimum(chunk + 1, end - 1)
         next_scale = tl.load(scales + later * num_rows + row)
         next_zero = tl.load(zeros + later * num_rows + row)
-        held = operand_of_words(flat, WORDS, IN_PAIRS)
-        flat = tl.load(place + later * (32 * WORDS), eviction_policy="evict_first")
+        held = operand_of_words(flat, GROUP)
+        flat = tl.load(place + later * (32 * GROUP), eviction_policy="evict_first")
         for group in tl.static_range(4):
-            column = (4 * chunk + group) * GROUP + inputs_in_order(GROUP, IN_PAIRS)
+            column = (4 * chunk + group) * GROUP + tl.arange(0, GROUP)
             weight = whole_numbers(held, zero, group, OPERAND)
             factor = scale_of(scale, group)[:, None]
             rows = x + token.to(tl.int64) * x_stride
             some = load_x(rows, token < num_tokens, column, in_features, WHOLE, OPERAND)
             sums += factor * tl.dot(weight, some, input_precision="ieee")
-            if AT_ONCE < TOKENS:
-                others = load_x(rows + 8 * x_stride, token + 8 < num_tokens, column, in_features, WHOLE, OPERAND)
-                more += factor * tl.dot(weight, others, input_precision="ieee")
         scale, zero = next_scale, next_zero
-    if AT_ONCE < TOKENS:
-        sums = tl.reshape(tl.permute(tl.join(sums, more), (0, 2, 1)), (64, TOKENS))
     write_tile(in_order(sums, GATED), result, parts, arrivals, result_stride, num_tokens, out_features, GATED, SPLITS)
 
 
@@ -324,7 +310,7 @@ def _launch(
     parts, arrivals = room_for_parts(scales, grid, ROWS * one.tokens, arrivals)
     with device_of(x):
         awq_linear_kernel[grid](
-            *(x, words, scales.view(torch.int64), zeros, result, parts, arrivals),
+            *(x, words.view(torch.int16), scales.view(torch.int64), zeros, result, parts, arrivals),
             *(x.stride(0), result.stride(0), T, num_rows, result.shape[1], in_features),
             GATED=gated,
             **compiled_in(one, in_features, group_size),
@@ -344,5 +330,4 @@ def compiled_in(one: Cut, in_features: int, group_size: int) -> dict[str, int]:
         "GROUP": group_size,
         "SPLITS": one.splits,
         "WHOLE": in_features % (GROUPS_IN_A_CHUNK * group_size) == 0,
-        "IN_PAIRS": one.in_pairs,
     }

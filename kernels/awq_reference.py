@@ -13,12 +13,12 @@ tensor cores want 16-bit operands (AWQ's own interleave, along the inputs instea
 and of a tile's chunk each 16 words, 32 inputs of a group, lie together for all of its rows::
 
     words [tiles, chunks, group / 32, 32 rows, 16 words]
-    16 words of a row   0  1  8  9 │ 2  3 10 11 │ 4  5 12 13 │ 6  7 14 15
+    16 words of a row   0  4  8 12 │ 1  5  9 13 │ 2  6 10 14 │ 3  7 11 15
     thread of four      0          │ 1          │ 2          │ 3
 
 Each warp multiplies 16 rows: 8 of one half of a tile and 8 of another. Its 32 threads read 8 rows at once, 16 bytes each and
-512 side by side, and what a thread has read are four neighbours of two steps of 16 inputs: its own part of the operand, so
-nothing is exchanged. Rows that no matrix has are zeros, and so are scales of groups that fill up the last chunk.
+512 side by side, and what a thread has read are two pairs, 8 inputs apart, of two steps of 16 inputs: its own part of the
+operand, so nothing is exchanged. Rows that no matrix has are zeros, and so are scales of groups that fill up the last chunk.
 
 Scales lie by chunks, the four float16 of an output's chunk in one piece of 8 bytes. The zero points of an output's chunk
 share an int16, the first group's in its lowest bits. All in all a weight of a group of 128 takes 4 + (16 + 4) / 128 bits.
@@ -88,7 +88,7 @@ def row_words(values: UInt8[Tensor, "R in"], group_size: int) -> Int32[Tensor, "
     for group in range(GROUPS_IN_A_CHUNK):
         for half in range(2):
             words |= chunks[:, :, group, :, half].to(torch.int32) << (4 * (group + GROUPS_IN_A_CHUNK * half))
-    by_threads = words.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4)  # of steps, threads and pairs: threads first
+    by_threads = words.unflatten(2, (-1, 4, 4)).transpose(3, 4)  # of pairs and threads: threads first
     joined: Tensor = by_threads.flatten(3)
     return joined
 
@@ -102,7 +102,7 @@ def put_rows(words: Words, first: int, rows: Int32[Tensor, "R chunks pieces sixt
 def unpack_words(words: Words, group_size: int, out_features: int, in_features: int) -> UInt8[Tensor, "out in"]:
     """The numbers that :func:`pack_words` packed."""
     rows = words.permute(0, 3, 1, 2, 4).flatten(0, 1)[:out_features]
-    ordered = rows.unflatten(3, (4, 2, 2)).transpose(3, 4).flatten(2)
+    ordered = rows.unflatten(3, (4, 4)).transpose(3, 4).flatten(2)
     chunks = ordered.new_empty(*ordered.shape[:2], GROUPS_IN_A_CHUNK, group_size // 2, 2, dtype=torch.uint8)
     for group in range(GROUPS_IN_A_CHUNK):
         for half in range(2):

@@ -1,4 +1,4 @@
-"""The product by 4-bit weights in every way that it is cut and operands lie, also those of other Tritons and devices."""
+"""The product by 4-bit weights in every way that it is cut, also those of other Tritons and devices."""
 
 import pytest
 import torch
@@ -9,21 +9,20 @@ from refimpl.kernels.awq_gemm import Cut, awq_gated_linear, awq_linear, cut
 from refimpl.kernels.spec import get
 
 
-@pytest.mark.parametrize("in_pairs", [True, False])
 @pytest.mark.parametrize(("tokens", "splits"), [(8, 1), (8, 3), (16, 2), (32, 5)])
 @pytest.mark.parametrize("name", ["awq_linear", "awq_gated_linear"])
-def test_products_are_the_same_however_they_are_cut_and_operands_lie(monkeypatch, in_pairs, tokens, splits, name):
+def test_products_are_the_same_however_they_are_cut(monkeypatch, tokens, splits, name):
     spec = get(name)
     shape = {"T": 19, "out_features": 75, "in_features": 1152, "group": 64, "gap": 8}
     case = spec.make_case(shape, torch.float16, DEVICE, 3)
-    monkeypatch.setattr(awq_gemm, "cut", lambda *sizes: Cut(tokens, in_pairs, 2, splits, None))
+    monkeypatch.setattr(awq_gemm, "cut", lambda *sizes: Cut(tokens, 2, splits, None))
     got = spec.launch(**case.inputs, **case.out)
     wide = {key: value.double() if key == "x" else value for key, value in case.inputs.items()}
     torch.testing.assert_close(got.double(), spec.twin(**wide), rtol=1.02 * 2.0**-11, atol=1e-4)
 
 
 def test_programs_fill_the_processors_and_each_keeps_chunks(monkeypatch):
-    monkeypatch.setattr(awq_gemm, "ALL_IN_PAIRS", False)
+    monkeypatch.setattr(awq_gemm, "FEW_BY_MMA", True)
     splits = {
         (tokens, *sizes): cut(tokens, *sizes, 128, 90).splits
         for tokens in (1, 16)

@@ -116,7 +116,7 @@ def test_the_kernels_words_hold_every_number_where_it_is_said_to_be(group_size, 
     words = awq_reference.pack_words(values, group_size)
     assert words.shape == awq_reference.words_shape(outputs, inputs, group_size)
     assert torch.equal(awq_reference.unpack_words(words, group_size, outputs, inputs), values)
-    order = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    order = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15]
     for o in range(0, outputs, 11):
         for i in range(0, inputs, 7):
             chunk, rest = divmod(i, 4 * group_size)
