@@ -15,8 +15,8 @@ launch waits for the one before it; what is used in the turn that loads it queue
 Up to 8 tokens are multiplied with a warp for each 16 rows (``mma``), more by all four warps (``wgmma``, sm_90), of which
 each reads its rows alone and x but once; Triton 3.9 has ``wgmma`` for all. The operand lies among threads alike in both.
 
-Matrices with few rows are cut along their inputs too, and SwiGLU's two matrices are taken at once:
-:mod:`refimpl.kernels.few_tokens`.
+Matrices with few rows are cut along their inputs too: :mod:`refimpl.kernels.few_tokens`. SwiGLU is a launch of its own:
+gate's and up's rows in one program lie far apart, which takes registers that the loop needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from torch import Tensor
 from refimpl.errors import RefimplError
 from refimpl.kernels.attention_tiles import target_of
 from refimpl.kernels.awq_operand import operand_of, operand_of_words, scale_of, whole_numbers
-from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, TENSOR_CORES_FROM, most_tokens, padded_groups, words_shape
+from refimpl.kernels.awq_reference import (
+    GROUPS_IN_A_CHUNK,
+    TENSOR_CORES_FROM,
+    most_tokens,
+    padded_groups,
+    words_shape,
+)
 from refimpl.kernels.few_tokens import all_parts, room_for_parts, write_product
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
@@ -39,7 +45,7 @@ from refimpl.kernels.overlap import after_previous, overlapping
 PROCESSORS = 132
 """Of an H200, for which the cuts are reckoned."""
 ROWS = 64
-"""Of a weight in a program: two tiles' of 32, with SwiGLU one of gate's and one of up's."""
+"""Of a weight in a program: two tiles of 32."""
 NUM_WARPS = 4
 MOST_IN_A_TILE = 32
 """Tokens, from sm_90 on."""
@@ -98,41 +104,27 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
 
 
 @triton.jit
-def words_of_program(
-    out_features: tl.tensor, num_rows: tl.tensor, chunks: tl.tensor, GATED: tl.constexpr, GROUP: tl.constexpr
-) -> tl.tensor:
+def words_of_program(num_rows: tl.tensor, chunks: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
     """Where the halves of words of a program's rows are, in its first chunk, piece by piece: ``[64 · GROUP]``."""
     half = tl.arange(0, 64 * GROUP)
-    row, second = half // 32 % 32, half // 1024 % 2
-    if GATED:
-        row += tl.program_id(1) * 32 + second * out_features
-    else:
-        row += tl.program_id(1) * 64 + second * 32
+    row = tl.program_id(1) * 64 + half // 1024 % 2 * 32 + half // 32 % 32
     tile = tl.minimum(row // 32, (num_rows - 1) // 32)
     return tile.to(tl.int64) * (chunks * 32 * GROUP) + half // 2048 * 1024 + row % 32 * 32 + half % 32
 
 
 @triton.jit
-def rows_of_operand(out_features: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
+def rows_of_operand(num_rows: tl.tensor) -> tl.tensor:
     """Which row of the weight each of the operand's 64 is; of those that do not exist, row 0."""
     place = tl.arange(0, 64)
-    tile, rest = place // 8 % 2, place // 16 * 8 + place % 8
-    if GATED:
-        output = tl.program_id(1) * 32 + rest
-        row = output + tile * out_features
-    else:
-        output = tl.program_id(1) * 64 + tile * 32 + rest
-        row = output
-    return tl.where(output < out_features, row, 0)
+    row = tl.program_id(1) * 64 + place // 8 % 2 * 32 + place // 16 * 8 + place % 8
+    return tl.where(row < num_rows, row, 0)
 
 
 @triton.jit
-def in_order(sums: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
-    """The operand's rows in the order of :func:`few_tokens.rows_of`: by outputs, with GATED gate's and up's in pairs."""
+def in_order(sums: tl.tensor) -> tl.tensor:
+    """The operand's rows in the order of the weight's."""
     TOKENS: tl.constexpr = sums.shape[1]
     named = tl.reshape(sums, (4, 2, 8, TOKENS))  # warp, tile, row
-    if GATED:
-        return tl.reshape(tl.permute(named, (0, 2, 1, 3)), (64, TOKENS))
     return tl.reshape(tl.permute(named, (1, 0, 2, 3)), (64, TOKENS))
 
 
@@ -145,27 +137,6 @@ def load_x(
     if not WHOLE:
         mask = mask & (column < in_features)[:, None]
     return tl.load(rows[None, :] + column[:, None], mask=mask, other=0.0).to(OPERAND)
-
-
-@triton.jit
-def write_tile(
-    sums: tl.tensor,
-    result: tl.tensor,
-    parts: tl.tensor,
-    arrivals: tl.tensor,
-    result_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    out_features: tl.tensor,
-    GATED: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
-    """Leave a program's sums, or as the last of its tile write the whole."""
-    last = True
-    if SPLITS > 1:
-        sums, last = all_parts(sums, parts, arrivals, SPLITS)
-    if last:
-        token = tl.program_id(0) * sums.shape[1] + tl.arange(0, sums.shape[1])
-        write_product(sums, result, result_stride, token, token < num_tokens, out_features, GATED)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # one compilation for any number that a tile has room for
@@ -181,9 +152,7 @@ def awq_linear_kernel(
     result_stride: tl.tensor,
     num_tokens: tl.tensor,
     num_rows: tl.tensor,
-    out_features: tl.tensor,
     in_features: tl.tensor,
-    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -192,13 +161,13 @@ def awq_linear_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Tokens ``program_id(0) · TOKENS …`` times 64 rows, part ``program_id(2)`` of the chunks; ``scales`` four in one."""
-    row = rows_of_operand(out_features, GATED)
+    row = rows_of_operand(num_rows)
     chunks = tl.cdiv(in_features, 4 * GROUP)
     each = tl.cdiv(chunks, SPLITS)
     first = tl.program_id(2) * each
     end = tl.minimum(first + each, chunks)
     start = tl.minimum(first, chunks - 1)  # of a part without a chunk: another's, unused
-    place = words + words_of_program(out_features, num_rows, chunks, GATED, GROUP)
+    place = words + words_of_program(num_rows, chunks, GROUP)
     scale = tl.load(scales + start * num_rows + row)
     zero = tl.load(zeros + start * num_rows + row)
     flat = tl.load(place + start * (32 * GROUP), eviction_policy="evict_first")
@@ -219,7 +188,11 @@ def awq_linear_kernel(
             some = load_x(rows, token < num_tokens, column, in_features, WHOLE, OPERAND)
             sums += factor * tl.dot(weight, some, input_precision="ieee")
         scale, zero = next_scale, next_zero
-    write_tile(in_order(sums, GATED), result, parts, arrivals, result_stride, num_tokens, out_features, GATED, SPLITS)
+    product, last = in_order(sums), True
+    if SPLITS > 1:
+        product, last = all_parts(product, parts, arrivals, SPLITS)
+    if last:
+        write_product(product, result, result_stride, token, token < num_tokens, num_rows, False)
 
 
 def awq_linear(
@@ -240,27 +213,29 @@ def awq_linear(
         RefimplError: x is not in 16 bits, elements of a row lie apart, sizes differ, or groups are not of 32, 64 or 128.
 
     """
-    check_same("sizes", result=tuple(result.shape), product=(len(x), scales.shape[1]))
-    return _launch(x, words, scales, zeros, group_size, result, arrivals, gated=False)
-
-
-def awq_gated_linear(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    group_size: int,
-    result: Tensor,
-    arrivals: Tensor | None = None,
-) -> Tensor:
-    """:func:`awq_reference.awq_gated_linear` by gate's and up's weights, one above the other, likewise: ``[T, I]``.
-
-    Raises:
-        RefimplError: x is not in 16 bits, elements of a row lie apart, sizes differ, or groups are not of 32, 64 or 128.
-
-    """
-    check_same("sizes", twice_result=(len(x), 2 * result.shape[1]), product=(len(x), scales.shape[1]))
-    return _launch(x, words, scales, zeros, group_size, result, arrivals, gated=True)
+    (T, in_features), num_rows = x.shape, scales.shape[1]
+    if x.element_size() != 2:
+        raise RefimplError(f"x is {x.dtype}; the kernel takes 16 bits: write the weights out by awq_dequantise for others")
+    check_same("sizes", result=tuple(result.shape), product=(T, num_rows))
+    check_last_axis(x=x, result=result)
+    check_weights(words, scales, zeros, group_size, in_features)
+    if not T or not num_rows:
+        return result
+    one = cut(T, num_rows, in_features, group_size, target_of(x.device).capability)
+    grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, ROWS), one.splits)
+    parts, arrivals = room_for_parts(scales, grid, ROWS * one.tokens, arrivals)
+    with device_of(x):
+        awq_linear_kernel[grid](
+            *(x, words.view(torch.int16), scales.view(torch.int64), zeros, result, parts, arrivals),
+            *(x.stride(0), result.stride(0), T, num_rows, in_features),
+            **compiled_in(one, in_features, group_size),
+            OPERAND=operand_of(x.dtype),
+            num_warps=NUM_WARPS,
+            num_stages=one.num_stages,
+            maxnreg=one.registers,
+            **overlapping(x),
+        )
+    return result
 
 
 def num_arrivals(num_rows: int, num_tokens: int = WITH_ARRIVALS) -> int:
@@ -286,41 +261,6 @@ def check_weights(words: Tensor, scales: Tensor, zeros: Tensor, group_size: int,
     for name, tensor in (("words", words), ("scales", scales), ("zeros", zeros)):
         if not tensor.is_contiguous():
             raise RefimplError(f"{name} are not in one piece: call .contiguous()")
-
-
-def _launch(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    group_size: int,
-    result: Tensor,
-    arrivals: Tensor | None,
-    gated: bool,
-) -> Tensor:
-    (T, in_features), num_rows = x.shape, scales.shape[1]
-    if x.element_size() != 2:
-        raise RefimplError(f"x is {x.dtype}; the kernel takes 16 bits: write the weights out by awq_dequantise for others")
-    check_last_axis(x=x, result=result)
-    check_weights(words, scales, zeros, group_size, in_features)
-    if not T or not num_rows:
-        return result
-    one = cut(T, num_rows, in_features, group_size, target_of(x.device).capability)
-    grid = (triton.cdiv(T, one.tokens), triton.cdiv(num_rows, ROWS), one.splits)
-    parts, arrivals = room_for_parts(scales, grid, ROWS * one.tokens, arrivals)
-    with device_of(x):
-        awq_linear_kernel[grid](
-            *(x, words.view(torch.int16), scales.view(torch.int64), zeros, result, parts, arrivals),
-            *(x.stride(0), result.stride(0), T, num_rows, result.shape[1], in_features),
-            GATED=gated,
-            **compiled_in(one, in_features, group_size),
-            OPERAND=operand_of(x.dtype),
-            num_warps=NUM_WARPS,
-            num_stages=one.num_stages,
-            maxnreg=one.registers,
-            **overlapping(x),
-        )
-    return result
 
 
 def compiled_in(one: Cut, in_features: int, group_size: int) -> dict[str, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from refimpl.kernels import awq_dequantise as dequantising
 from refimpl.kernels import awq_reference, cases
 from refimpl.kernels.attention_tiles import operand
 from refimpl.kernels.awq_dequantise import awq_dequantise, awq_dequantise_kernel
-from refimpl.kernels.awq_gemm import NUM_WARPS, awq_gated_linear, awq_linear, awq_linear_kernel, compiled_in, cut
+from refimpl.kernels.awq_gemm import NUM_WARPS, awq_linear, awq_linear_kernel, compiled_in, cut
 from refimpl.kernels.launch import dtypes_for, pointer
 from refimpl.kernels.overlap import OVERLAPS_FROM
 from refimpl.kernels.spec import Case, Compile, KernelSpec, Shape, Tolerance
@@ -33,15 +31,12 @@ def _weight(shape: Shape, rows: int, device: torch.device, random: torch.Generat
     }
 
 
-def _make(gated: bool) -> Callable[[Shape, torch.dtype, torch.device, int], Case]:
-    def case(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
-        T, out_features, in_features = shape["T"], shape["out_features"], shape["in_features"]
-        random = cases.generator(seed)
-        x = cases.normal(T, in_features, dtype=dtype, device=device, random=random, gap=shape.get("gap", 0))
-        weight = _weight(shape, out_features * (2 if gated else 1), device, random)
-        return Case({"x": x} | weight, {"result": cases.poisoned(T, out_features, dtype=dtype, device=device)})
-
-    return case
+def _make(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+    T, out_features, in_features = shape["T"], shape["out_features"], shape["in_features"]
+    random = cases.generator(seed)
+    x = cases.normal(T, in_features, dtype=dtype, device=device, random=random, gap=shape.get("gap", 0))
+    weight = _weight(shape, out_features, device, random)
+    return Case({"x": x} | weight, {"result": cases.poisoned(T, out_features, dtype=dtype, device=device)})
 
 
 def _make_dequantised(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
@@ -53,53 +48,47 @@ def _make_dequantised(shape: Shape, dtype: torch.dtype, device: torch.device, se
 def _signature(capability: int) -> dict[str, str]:
     tensors = {"words": torch.int16, "scales": torch.int64, "zeros": torch.int16}
     signature = {name: pointer(dtype) for name, dtype in tensors.items()} | {"result": pointer(dtypes_for(capability)[0])}
-    return signature | dict.fromkeys(("result_stride", "out_features", "in_features"), "i32")
+    return signature | dict.fromkeys(("result_stride", "in_features"), "i32")
 
 
-def _compiles(gated: bool) -> Callable[[int], tuple[Compile, ...]]:
-    def compiles(capability: int) -> tuple[Compile, ...]:
-        dtype = dtypes_for(capability)[0]
-        signature = _signature(capability) | {"x": pointer(dtype), "parts": pointer(torch.float32)}
-        signature |= {"arrivals": pointer(torch.int32), "x_stride": "i32", "num_tokens": "i32", "num_rows": "i32"}
-        found = []
-        served = ((1, 57344, 8192), (16, 57344, 8192)) if gated else ((1, 8192, 28672), (16, 8192, 8192), (32, 57344, 8192))
-        for tokens, outputs, inputs in served if capability >= 80 else ((1, 57344 if gated else 8192, 8192),):
-            one = cut(tokens, outputs, inputs, 128, capability)
-            compiled = {"GATED": gated, "OPERAND": operand(dtype), "OVERLAP": capability >= OVERLAPS_FROM}
-            found.append(
-                Compile(
-                    awq_linear_kernel,
-                    signature,
-                    compiled | compiled_in(one, inputs, 128),
-                    NUM_WARPS,
-                    one.num_stages,
-                    frozenset({"num_tokens"}),
-                    f"{tokens} tokens, {outputs} outputs",
-                    may_spill=gated and one.registers == 128,  # by Triton 3.6 some 32 bytes, once a chunk
-                    max_registers=one.registers,
-                )
+def _compiles(capability: int) -> tuple[Compile, ...]:
+    dtype = dtypes_for(capability)[0]
+    signature = _signature(capability) | {"x": pointer(dtype), "parts": pointer(torch.float32)}
+    signature |= {"arrivals": pointer(torch.int32), "x_stride": "i32", "num_tokens": "i32", "num_rows": "i32"}
+    found = []
+    served = ((1, 8192, 28672), (1, 57344, 8192), (16, 8192, 8192), (32, 57344, 8192))
+    for tokens, outputs, inputs in served if capability >= 80 else served[:1]:
+        one = cut(tokens, outputs, inputs, 128, capability)
+        compiled = {"OPERAND": operand(dtype), "OVERLAP": capability >= OVERLAPS_FROM}
+        found.append(
+            Compile(
+                awq_linear_kernel,
+                signature,
+                compiled | compiled_in(one, inputs, 128),
+                NUM_WARPS,
+                one.num_stages,
+                frozenset({"num_tokens"}),
+                f"{tokens} tokens, {outputs} outputs",
+                may_spill=one.registers == 128,  # by Triton 3.6 up to 8 bytes, outside of the loop
+                max_registers=one.registers,
             )
-        return tuple(found)
-
-    return compiles
+        )
+    return tuple(found)
 
 
 def _compiles_dequantised(capability: int) -> tuple[Compile, ...]:
     compiled = {"ROWS": dequantising.ROWS, "GROUP": 128, "OVERLAP": capability >= OVERLAPS_FROM}
-    return (Compile(awq_dequantise_kernel, _signature(capability), compiled, dequantising.NUM_WARPS),)
+    signature = _signature(capability) | {"out_features": "i32"}
+    return (Compile(awq_dequantise_kernel, signature, compiled, dequantising.NUM_WARPS),)
 
 
 def _weight_bytes(shape: Shape, rows: int) -> int:
     return awq_reference.weight_bytes(rows, shape["in_features"], shape["group"])
 
 
-def _bytes(matrices: int) -> Callable[[Shape, torch.dtype], int]:
-    def moved(shape: Shape, dtype: torch.dtype) -> int:
-        out_features = shape["out_features"]
-        around = shape["T"] * (shape["in_features"] + out_features) * dtype.itemsize
-        return _weight_bytes(shape, matrices * out_features) + around
-
-    return moved
+def _bytes(shape: Shape, dtype: torch.dtype) -> int:
+    out_features = shape["out_features"]
+    return _weight_bytes(shape, out_features) + shape["T"] * (shape["in_features"] + out_features) * dtype.itemsize
 
 
 SMALL: tuple[Shape, ...] = (
@@ -117,7 +106,7 @@ SMALL_WEIGHTS: tuple[Shape, ...] = (
     {"out_features": 33, "in_features": 320, "group": 64},
 )
 SERVED = ((8192, 28672), (57344, 8192), (10240, 8192), (8192, 8192), (6144, 4096), (4096, 4096), (4096, 14336))
-"""Those of Llama-3-70B and -8B, gate's and up's of the first without SwiGLU among them."""
+"""Those of Llama-3-70B and -8B."""
 WHY = "sums of up to 28,672 products in float32, and one rounding"
 TOLERANCE = {
     torch.bfloat16: Tolerance(1.02 * 2.0**-8, 1e-4, WHY),
@@ -130,33 +119,26 @@ ROUNDED = {
 }
 
 
-def _spec(name: str, summary: str, gated: bool) -> KernelSpec:
-    matrices = 2 if gated else 1
-    served = ((28672, 8192), (14336, 4096)) if gated else SERVED
-    return KernelSpec(
-        name=name,
-        summary=summary,
+SPECS = (
+    KernelSpec(
+        name="awq_linear",
+        summary="a few tokens through a matrix of 4-bit weights",
         axes=("T", "out_features", "in_features", "group", "gap"),
-        twin=awq_reference.awq_gated_linear if gated else awq_reference.awq_linear,
-        launch=awq_gated_linear if gated else awq_linear,
+        twin=awq_reference.awq_linear,
+        launch=awq_linear,
         outputs=("result",),
-        make_case=_make(gated),
+        make_case=_make,
         small_shapes=SMALL,
         device_shapes=tuple(
             {"T": T, "out_features": out_features, "in_features": in_features, "group": 128}
-            for T, listed in ((1, served), (16, served[:2]), (64, served[:2]))
+            for T, listed in ((1, SERVED), (16, SERVED[:2]), (64, SERVED[:2]))
             for out_features, in_features in listed
         ),
         tolerance=TOLERANCE,
-        bytes_moved=_bytes(matrices),
-        flops=lambda shape, dtype: 2 * matrices * shape["T"] * shape["out_features"] * shape["in_features"],
-        compiles=_compiles(gated),
-    )
-
-
-SPECS = (
-    _spec("awq_linear", "a few tokens through a matrix of 4-bit weights", gated=False),
-    _spec("awq_gated_linear", "a few tokens through SwiGLU's two matrices of 4-bit weights", gated=True),
+        bytes_moved=_bytes,
+        flops=lambda shape, dtype: 2 * shape["T"] * shape["out_features"] * shape["in_features"],
+        compiles=_compiles,
+    ),
     KernelSpec(
         name="awq_dequantise",
         summary="4-bit weights written out in 16",

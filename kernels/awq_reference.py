@@ -164,16 +164,3 @@ def awq_linear(
     """``x Wᵀ`` by the weights as they are, added up in float64 and rounded once."""
     weight = dequantise(words, scales.double(), zeros, group_size, x.shape[1])
     return (x.double() @ weight.T).to(x.dtype)
-
-
-def awq_gated_linear(
-    x: Float[Tensor, "T in"],
-    words: Words,
-    scales: Float[Tensor, "chunks two_I 4"],
-    zeros: Int16[Tensor, "chunks two_I"],
-    group_size: int,
-) -> Float[Tensor, "T I"]:
-    """SwiGLU's product (Shazeer 2020) of what gate's and up's weights, one above the other, make of ``x``."""
-    weight = dequantise(words, scales.double(), zeros, group_size, x.shape[1])
-    gate, up = (x.double() @ weight.T).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(x.dtype)

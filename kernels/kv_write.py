@@ -139,19 +139,22 @@ def turn_and_write_kv_kernel(
     HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One tile of token ``program_id(0)``: query heads while there are any, then heads of keys and values."""
+    """One tile of token ``program_id(0)``: query heads while there are any, then heads of keys and values.
+
+    Positions, angles and slots are older than the kernel before, so they are read while that one still runs.
+    """
     token = tl.program_id(0).to(tl.int64)
     query_tiles = tl.cdiv(num_heads, HEADS)
     tile = tl.program_id(1)
-    after_previous(OVERLAP)
     cosines, sines = load_angles(positions, cos, sin, table_stride, token, half, HALF)  # [HALF] each
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    after_previous(OVERLAP)
     if tile < query_tiles:
         head = (tile * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
         source, target = query + token * query_token_stride, turned + token * turned_token_stride
         _turn_heads(source, target, head, query_head_stride, turned_head_stride, num_heads, half, cosines, sines, HALF)
     else:
         head = ((tile - query_tiles) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
-        slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             start = _slot_start(slot, B, block_stride, place_stride)
             keys, values = key + token * key_token_stride, value + token * value_token_stride

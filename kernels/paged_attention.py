@@ -106,16 +106,20 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (key/value head, work item, row tile): ``TILE_M`` rows over one split."""
+    """Program (key/value head, work item, row tile): ``TILE_M`` rows over one split.
+
+    The plan and the lengths are older than the kernel before, so they are read while that one still runs.
+    """
     kv_head, item, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    after_previous(OVERLAP)
     sequence, first = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
     end, splits = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
     first_token = tl.load(cu_seqlens_q + sequence)
     queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
+    context = tl.load(seqused_k + sequence)
+    after_previous(OVERLAP)
     if (end == 0) | (row_tile * TILE_M >= queries * GROUP):
         return
-    first_position = tl.load(seqused_k + sequence) - queries
+    first_position = context - queries
     rows = row_tile * TILE_M + tl.arange(0, TILE_M)  # [M]
     number, head = rows // GROUP, kv_head * GROUP + rows % GROUP
     real = number < queries

@@ -43,7 +43,6 @@ HOMES: dict[str, str] = {
     "fp8_linear": "fp8_gemm_spec",
     "fp8_gated_linear": "fp8_gemm_spec",
     "awq_linear": "awq_gemm_spec",
-    "awq_gated_linear": "awq_gemm_spec",
     "awq_dequantise": "awq_gemm_spec",
     "write_kv": "kv_write_specs",
     "turn_and_write_kv": "kv_write_specs",

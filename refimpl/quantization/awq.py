@@ -96,28 +96,13 @@ class AwqLinear(nn.Module):
         products = [wide @ self._widened(first, wide.dtype).T for first in range(0, max(1, self.out_features), ROWS_AT_ONCE)]
         return torch.cat(products, dim=1).to(self.dtype)
 
-    def few(self, x: Tensor) -> bool:
-        """Whether products with these rows are a kernel's that reads 4 bits."""
-        if self.wide is not None or not by_triton(x) or x.element_size() != 2:
-            return False
-        from refimpl.kernels.awq_gemm import serves
-
-        return serves(len(x), x.device)
-
-    def gated(self, x: Float[Tensor, "T in_features"]) -> Float[Tensor, "T I"]:
-        """SwiGLU's product of a few rows, by one launch; gate's matrix lies above up's."""
-        from refimpl.kernels.awq_gemm import awq_gated_linear
-
-        result = x.new_empty(len(x), self.out_features // 2)
-        return awq_gated_linear(x, self.words, self.scales, self.zeros, self.group_size, result, self._arrivals_for(x))
-
     def _by_kernels(self, x: Tensor) -> Tensor:
-        weight = (self.words, self.scales, self.zeros, self.group_size)
-        if self.few(x):
-            from refimpl.kernels.awq_gemm import awq_linear
-
-            return awq_linear(x, *weight, x.new_empty(len(x), self.out_features), self._arrivals_for(x))
         from refimpl.kernels.awq_dequantise import awq_dequantise
+        from refimpl.kernels.awq_gemm import awq_linear, serves
+
+        weight = (self.words, self.scales, self.zeros, self.group_size)
+        if x.element_size() == 2 and serves(len(x), x.device):
+            return awq_linear(x, *weight, x.new_empty(len(x), self.out_features), self._arrivals_for(x))
 
         scratch = x.new_empty(self.out_features, self.in_features)
         return F.linear(x, awq_dequantise(*weight, self.in_features, scratch))
@@ -190,12 +175,11 @@ class Awq:
         return PLAIN.normed(norm, x, residual)
 
     def gated(self, gate_up: Matrix, x: Rows) -> Rows:
-        """SwiGLU's product; of a few tokens by the same launch as the matrices before it."""
+        """SwiGLU's product."""
         assert isinstance(x, Tensor)
         if isinstance(gate_up, Linear):  # a layer that the checkpoint leaves in 16 bits
             return PLAIN.gated(gate_up, x)
-        assert isinstance(gate_up, AwqLinear)
-        return gate_up.gated(x) if gate_up.few(x) else silu_mul(gate_up(x))
+        return silu_mul(gate_up(x))
 
     def weight_bytes(self, in_features: int, out_features: int, bytes_per_value: int) -> int:
         """Half a byte a weight, and a scale and a zero point a group; where it is widened, what plain weights take."""

@@ -5,14 +5,13 @@ import torch
 from kernel_device import DEVICE
 
 from refimpl.kernels import awq_gemm, awq_reference
-from refimpl.kernels.awq_gemm import Cut, awq_gated_linear, awq_linear, cut
+from refimpl.kernels.awq_gemm import Cut, awq_linear, cut
 from refimpl.kernels.spec import get
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [(8, 1), (8, 3), (16, 2), (32, 5)])
-@pytest.mark.parametrize("name", ["awq_linear", "awq_gated_linear"])
-def test_products_are_the_same_however_they_are_cut(monkeypatch, tokens, splits, name):
-    spec = get(name)
+def test_products_are_the_same_however_they_are_cut(monkeypatch, tokens, splits):
+    spec = get("awq_linear")
     shape = {"T": 19, "out_features": 75, "in_features": 1152, "group": 64, "gap": 8}
     case = spec.make_case(shape, torch.float16, DEVICE, 3)
     monkeypatch.setattr(awq_gemm, "cut", lambda *sizes: Cut(tokens, 2, splits, None))
@@ -36,13 +35,12 @@ def test_programs_fill_the_processors_and_each_keeps_chunks(monkeypatch):
 
 
 def test_weights_of_another_form_are_refused():
-    words = awq_reference.pack_words(torch.zeros(40, 64, dtype=torch.uint8, device=DEVICE), 32)
-    scales = awq_reference.pack_scales(torch.zeros(4, 40, dtype=torch.float16, device=DEVICE))
-    zeros = awq_reference.pack_zeros(torch.zeros(4, 40, dtype=torch.uint8, device=DEVICE))
+    words = awq_reference.pack_words(torch.zeros(70, 64, dtype=torch.uint8, device=DEVICE), 32)
+    scales = awq_reference.pack_scales(torch.zeros(4, 70, dtype=torch.float16, device=DEVICE))
+    zeros = awq_reference.pack_zeros(torch.zeros(4, 70, dtype=torch.uint8, device=DEVICE))
     x = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE)
-    result = x.new_empty(1, 40)
+    result = x.new_empty(1, 70)
     assert not awq_linear(x, words, scales, zeros, 32, result).any()
-    assert not awq_gated_linear(x, words, scales, zeros, 32, result[:, :20]).any()
     with pytest.raises(awq_gemm.RefimplError, match="sizes must be equal"):
         awq_linear(x, words[:1], scales, zeros, 32, result)
     with pytest.raises(awq_gemm.RefimplError, match="words are not in one piece"):
