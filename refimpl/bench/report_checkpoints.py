@@ -16,10 +16,11 @@ def quantization_table(result: dict[str, Any]) -> str:
     rows = f"| not quantised | | | {results['perplexity']:.3f} | | | | |\n"
     for name, row in results.items():
         if isinstance(row, dict):
+            made = "megabytes" in row
+            size = f"{row['megabytes']:,.1f} | {row['bits_per_parameter']:.2f}" if made else "|"
             rows += (
-                f"| {name} | {row['megabytes']:,.1f} | {row['bits_per_parameter']:.2f} | "
-                f"{row['perplexity']:.3f} ({row['increase']:+.2%}) | "
-                f"{row['kl_mean']:.4f} | {row['kl_p99']:.3f} | {row['same_top_token']:.1%} | {row['seconds']:.0f} |\n"
+                f"| {name} | {size} | {row['perplexity']:.3f} ({row['increase']:+.2%}) | {row['kl_mean']:.4f} | "
+                f"{row['kl_p99']:.3f} | {row['same_top_token']:.1%} | {format(row['seconds'], '.0f') if made else ''} |\n"
             )
     s = result["setting"]
     told = f"\nGroups of {s['group_size']}; AWQ calibrated on {s['calibration']}; training: {s['training']}. Writing "

@@ -129,7 +129,7 @@ def trained(
     """Each layer's matrices, trained. The whole model is there, in float32, five times over where its numbers move."""
     dtype = product_dtype(device)
     model = DenseModel(source.config, dict(source.outside_layers()), dtype, device)
-    teacher = [_layer_of(source, number, dtype, device) for number in range(source.config.num_hidden_layers)]
+    teacher = [layer_of(source, number, dtype, device) for number in range(source.config.num_hidden_layers)]
     with tqdm(total=training.steps, unit=" steps", disable=not show_progress) as bar:
 
         def tell(step: int, loss: float, held_out: str) -> None:
@@ -149,8 +149,8 @@ def is_matrix(name: str) -> bool:
     return name.removesuffix(".weight") in MATRICES
 
 
-def _layer_of(source: Source, number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """A layer of the model itself."""
+def layer_of(source: Source, number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """A layer of the model itself: matrices in ``dtype``, the rest in float32."""
     start = f"model.layers.{number}."
     found = {name.removeprefix(start): tensor for name, tensor in source.weights.items() if name.startswith(start)}
     return {name: tensor.to(device, dtype if is_matrix(name) else torch.float32) for name, tensor in found.items()}

@@ -27,6 +27,10 @@ from refimpl.errors import ConfigError
 from refimpl.executor.device import resolve_device, resolve_dtype
 from refimpl.loading.checkpoint import Checkpoint, load_model, open_checkpoint
 from refimpl.models.llama import LlamaForCausalLM
+from refimpl.quantize.dense_layers import DenseModel
+from refimpl.quantize.distil import layer_of
+from refimpl.quantize.source import Source
+from refimpl.quantize.trained_fp8 import rounded_rows
 from refimpl.speculate.dense import DenseStep
 
 TEXT = "alice.txt.gz"
@@ -109,16 +113,55 @@ def evaluate(
     place = resolve_device(device)
     with torch.inference_mode():
         predictors = [_Predictor(checkpoint, place, resolve_dtype(dtype, place)) for checkpoint in checkpoints]
-        reference_losses, each = _compare(predictors, windows, place, show_progress)
+        found = _compare(predictors, windows, place, show_progress)
+    return _evaluations([checkpoint.name for checkpoint in checkpoints], name, content, windows, found)
+
+
+def evaluate_rounded_inputs(
+    against: Any,
+    *,
+    text: Path | None = None,
+    tokens: int | None = None,
+    window: int = WINDOW,
+    device: str = "auto",
+    dtype: str = "float32",
+    show_progress: bool = False,
+) -> Evaluation:
+    """What FP8 costs by its activations alone: the model with the weights that it has, but inputs of products in e4m3.
+
+    No choice of the weights' numbers undoes that: it is the least that FP8 costs. Arguments and errors are those of
+    :func:`evaluate`.
+    """
+    checkpoint = open_checkpoint(against)
+    name, content = _read(text)
+    windows = _windows([checkpoint], content, tokens, window)
+    place = resolve_device(device)
+    with torch.inference_mode():
+        kind = resolve_dtype(dtype, place)
+        predictors = (_RoundedInputs(checkpoint, place, kind), _Predictor(checkpoint, place, kind))
+        found = _compare(predictors, windows, place, show_progress)
+    [evaluation] = _evaluations([f"{checkpoint.name}, activations in FP8", checkpoint.name], name, content, windows, found)
+    return evaluation
+
+
+def _evaluations(
+    names: Sequence[str],
+    text: str,
+    content: str,
+    windows: Sequence[Int[Tensor, "L"]],
+    found: tuple[Float[Tensor, "T"], Sequence[Figures]],
+) -> list[Evaluation]:
+    """The figures of the models, whose names come before the reference's."""
+    reference_losses, each = found
     text_hash = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     return [
         Evaluation(
-            model=checkpoint.name, against=checkpoints[-1].name, text=name, text_hash=text_hash,
+            model=name, against=names[-1], text=text, text_hash=text_hash,
             tokens=len(reference_losses), window=len(windows[0]), perplexity=math.exp(losses.mean()),
             reference_perplexity=math.exp(reference_losses.mean()), kl_mean=float(divergences.mean()),
             kl_p99=float(divergences.quantile(0.99)), same_top_token=float(same.mean()),
         )
-        for checkpoint, (losses, divergences, same) in zip(checkpoints, each, strict=False)
+        for name, (losses, divergences, same) in zip(names, each, strict=False)
     ]  # fmt: skip
 
 
@@ -175,15 +218,37 @@ class _Predictor:
         return self.model.compute_logits(hidden).log_softmax(-1)
 
 
+class _RoundedInputs:
+    """The model with its own weights, where inputs of products are rounded to e4m3 a token at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        source = Source(checkpoint)
+        self._model = DenseModel(source.config, dict(source.outside_layers()), dtype, device)
+        self._layers = [layer_of(source, number, dtype, device) for number in range(source.config.num_hidden_layers)]
+        self._device = device
+
+    def hidden(self, windows: Int[Tensor, "N L"]) -> Float[Tensor, "T H"]:
+        """Hidden states of all tokens, one after the other."""
+        return self._model.hidden(self._layers.__getitem__, windows.to(self._device), rounded_rows)
+
+    def log_probabilities(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
+        """Of the next token, behind some of them."""
+        return (hidden.to(self._model.head.dtype) @ self._model.head.T).float().log_softmax(-1)
+
+
 Figures = tuple[Float[Tensor, "T"], Float[Tensor, "T"], Float[Tensor, "T"]]
 """At each position: a model's loss, its KL divergence, and 1 where its most probable token is the reference's."""
 
 
 def _compare(
-    predictors: Sequence[_Predictor], windows: list[Int[Tensor, "L"]], device: torch.device, show_progress: bool
+    predictors: Sequence[_Predictor | _RoundedInputs],
+    windows: list[Int[Tensor, "L"]],
+    device: torch.device,
+    show_progress: bool,
 ) -> tuple[Float[Tensor, "T"], list[Figures]]:
     """The losses of the last predictor, which is the reference, and the figures of the others."""
     *others, reference = predictors
+    assert isinstance(reference, _Predictor)
     rows_at_once = max(1, LOGITS_AT_ONCE // reference.model.config.vocab_size)
     reference_losses: list[Tensor] = []
     found: list[list[Figures]] = [[] for _ in others]

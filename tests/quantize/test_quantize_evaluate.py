@@ -9,16 +9,18 @@ import torch
 from quantize_support import CPU, Changed
 from tests_support import full_logits
 
-from refimpl.bench.quantization import AWQ, FP8, FP8_NEAREST, NEAREST
+from refimpl.bench.quantization import ACTIVATIONS, AWQ, FP8, FP8_NEAREST, NEAREST
 from refimpl.bench.quantization import run as run_benchmark
 from refimpl.bench.report_checkpoints import quantization_table
 from refimpl.cli import main
 from refimpl.errors import ConfigError
+from refimpl.kernels import reference
 from refimpl.loading.checkpoint import load_model
 from refimpl.models.tiny import tiny
 from refimpl.quantize import evaluate as module
 from refimpl.quantize.awq import AwqOptions
-from refimpl.quantize.evaluate import evaluate
+from refimpl.quantize.evaluate import evaluate, evaluate_rounded_inputs
+from refimpl.quantize.fp8 import quantize_fp8
 
 SENTENCE = "The quick brown fox jumps over the lazy dog; it was not a lazy day for the fox."
 
@@ -139,16 +141,28 @@ def test_mistakes_on_the_command_line_are_told_in_a_sentence(run, tmp_path):
     assert "--out" in err
 
 
+def test_rounded_inputs_are_what_fp8_costs_beside_its_weights(text, tmp_path):
+    """With weights that e4m3 holds, FP8 costs that and nothing else."""
+    weights = {name: tensor for name, tensor in tiny().weights() if "_proj" in name}
+    rounded = {name: reference.quantise(tensor) for name, tensor in weights.items()}
+    model = Changed(tiny(), {name: values.float() * scales.unsqueeze(1) for name, (values, scales) in rounded.items()})
+    quantize_fp8(model, tmp_path / "fp8")
+    [whole] = evaluate([tmp_path / "fp8"], model, text=text, tokens=60)
+    alone = evaluate_rounded_inputs(model, text=text, tokens=60)
+    assert 0 < alone.kl_mean == pytest.approx(whole.kl_mean, rel=0.05)  # the rest is in 16 bits there
+    assert alone.perplexity == pytest.approx(whole.perplexity, rel=1e-3)
+
+
 # ---------------------------------------------------------------------- the benchmark
 
 
 def test_the_benchmark_quantises_and_compares(text):
     options = AwqOptions(calibration_tokens=1024)
     result = run_benchmark("tiny", options, text, tokens=60)
-    assert set(result.results) == {"perplexity", "text_seconds", NEAREST, AWQ, FP8_NEAREST}
+    assert set(result.results) == {"perplexity", "text_seconds", NEAREST, AWQ, FP8_NEAREST, ACTIVATIONS}
     assert result.results[FP8_NEAREST]["kl_mean"] < result.results[AWQ]["kl_mean"] < result.results[NEAREST]["kl_mean"]
     assert {check.name for check in result.checks} == {
-        "awq_perplexity_increase", "awq_share_of_rounding_to_nearest", "fp8_perplexity_increase"
+        "awq_perplexity_increase", "awq_share_of_rounding_to_nearest", "fp8_perplexity_increase_by_weights"
     }  # fmt: skip
     table = quantization_table(json.loads(json.dumps(dataclasses.asdict(result))))
     assert f"\n| {AWQ} | " in table
@@ -181,10 +195,9 @@ def test_the_benchmark_trains_in_the_groups_that_are_asked_for(text, tmp_path, m
     setting = result["setting"]
     assert (setting["group_size"], setting["training"]) == (32, "2 steps on 1,024 tokens that it wrote")
     assert "--group-size 32 --calibration-tokens 256 --train-steps 2 --train-tokens 1024" in setting["command"]
-    assert list(result["results"])[2:] == [NEAREST, AWQ, FP8_NEAREST, FP8]
-    assert {"name": "fp8_perplexity_increase", "value": result["results"][FP8]["increase"]}.items() <= result["checks"][
-        2
-    ].items()
+    assert list(result["results"])[2:] == [NEAREST, AWQ, FP8_NEAREST, FP8, ACTIVATIONS]
+    by_weights = result["results"][FP8]["perplexity"] / result["results"][ACTIVATIONS]["perplexity"] - 1
+    assert result["checks"][2]["value"] == pytest.approx(by_weights)
     for name in (NEAREST, AWQ):
         row = result["results"][name]
         assert row["bits_per_parameter"] == pytest.approx(8e6 * row["megabytes"] / tiny().config.num_parameters)
