@@ -39,8 +39,7 @@ def run(
 
     Args:
         model: as ``EngineArgs.model``.
-        options: of AWQ. Group size and device are those of rounding to nearest too, which needs no text. With training, FP8
-            is trained likewise.
+        options: of AWQ; group size and device are those of rounding to nearest too. With training, FP8 is trained likewise.
         text: to predict, in UTF-8; None: the one that comes with refimpl.
         tokens: of its beginning; None: all.
         dtype: of activations while it is predicted, and of weights that are not quantised.
@@ -70,7 +69,7 @@ def run(
         found = evaluate([written.folder for written, _ in made], model, **how)
         least = evaluate_rounded_inputs(model, **how)
     first, trained = found[0], aware.training
-    rows = {name: _row(one) | _made(*how) for name, one, how in zip(ways, found, made, strict=True)}
+    rows = {name: _row(one) | _made(*file) for name, one, file in zip(ways, found, made, strict=True)}
     return Result(
         topic="quantization",
         setting=setting(

@@ -150,7 +150,6 @@ def test_rounded_inputs_are_what_fp8_costs_beside_its_weights(text, tmp_path):
     [whole] = evaluate([tmp_path / "fp8"], model, text=text, tokens=60)
     alone = evaluate_rounded_inputs(model, text=text, tokens=60)
     assert 0 < alone.kl_mean == pytest.approx(whole.kl_mean, rel=0.05)  # the rest is in 16 bits there
-    assert alone.perplexity == pytest.approx(whole.perplexity, rel=1e-3)
 
 
 # ---------------------------------------------------------------------- the benchmark
