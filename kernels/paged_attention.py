@@ -74,21 +74,6 @@ def whole_tiles(
     return whole, seen_by_all
 
 
-@triton.jit
-def planned(
-    items: tl.tensor, cu_seqlens_q: tl.tensor, seqused_k: tl.tensor, item: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """A work item: sequence, first key, end, splits of the sequence; the sequence's first token, queries and context.
-
-    All that is older than the kernel before, so it is read while that one still runs.
-    """
-    sequence, first = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
-    end, splits = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
-    first_token = tl.load(cu_seqlens_q + sequence)
-    queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    return sequence, first, end, splits, first_token, queries, tl.load(seqused_k + sequence)
-
-
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out: tl.tensor,
@@ -123,11 +108,14 @@ def decode_kernel(
 ) -> None:
     """Program (key/value head, work item, row tile): ``TILE_M`` rows over one split."""
     kv_head, item, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, first, end, splits, first_token, queries, context = planned(items, cu_seqlens_q, seqused_k, item)
     after_previous(OVERLAP)
+    sequence, first = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
+    end, splits = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
+    first_token = tl.load(cu_seqlens_q + sequence)
+    queries = tl.load(cu_seqlens_q + sequence + 1) - first_token
     if (end == 0) | (row_tile * TILE_M >= queries * GROUP):
         return
-    first_position = context - queries
+    first_position = tl.load(seqused_k + sequence) - queries
     rows = row_tile * TILE_M + tl.arange(0, TILE_M)  # [M]
     number, head = rows // GROUP, kv_head * GROUP + rows % GROUP
     real = number < queries
