@@ -38,10 +38,11 @@ from refimpl.config import EngineArgs
 from refimpl.errors import ConfigError, RefimplError
 from refimpl.events import EventLog
 from refimpl.loading.checkpoint import open_checkpoint
+from refimpl.speculative_config import SpeculativeConfig
 from refimpl.visualizers import export_html
 
 ROOT = Path(__file__).parent.parent
-ENGINE_OPTIONS = {option.name for option in dataclasses.fields(EngineArgs)}
+ENGINE_OPTIONS = {option.name for args in (EngineArgs, SpeculativeConfig) for option in dataclasses.fields(args)}
 README = ROOT / "README.md"
 DEFAULTS = {"model": "tiny", "dtype": "float64"}
 
