@@ -314,7 +314,7 @@ class AsyncLLM(AsyncClosing):
 
     async def aclose(self) -> None:
         """The same, without holding up the event loop."""
-        if self.engine.in_its_process:
+        if self.engine.lock.in_its_process and not self.engine.lock.in_callback:
             await asyncio.shield(asyncio.wrap_future(self.step_thread.begin_to_close()))
         self.close()
 

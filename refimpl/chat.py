@@ -137,14 +137,11 @@ class Chat:
             RefimplError: it holds something else, or cannot be written.
 
         """
-        if path.exists():
-            try:
-                read_messages(path)
-            except RefimplError as error:
-                raise RefimplError(f"{path} is there and holds no conversation, so it is not overwritten") from error
         try:
+            if path.exists():
+                _check_conversation(path)
             path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except (OSError, UnicodeEncodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: NUL in a name, or half a surrogate pair in a text
             raise RefimplError(f"the conversation cannot be written to {path}: {error}") from error
 
     def load(self, path: Path) -> None:
@@ -155,6 +152,13 @@ class Chat:
 
         """
         self.messages = read_messages(path)
+
+
+def _check_conversation(path: Path) -> None:
+    try:
+        read_messages(path)
+    except RefimplError as error:
+        raise RefimplError(f"{path} is there and holds no conversation, so it is not overwritten") from error
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -159,7 +160,7 @@ class ChatTerminal:
 def _file(argument: str, command: str) -> Path:
     if not argument:
         raise RefimplError(f"{command} needs the name of a file")
-    return Path(argument).expanduser()
+    return Path(os.path.expanduser(argument))  # Path's own raises for a user that is not there
 
 
 @with_engine_options

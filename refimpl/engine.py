@@ -17,7 +17,7 @@ from refimpl.config import EngineArgs
 from refimpl.engine_lock import EngineLock
 from refimpl.errors import RefimplError, RequestError
 from refimpl.executor.device import resolve_device
-from refimpl.executor.executor import Executor, kv_cache_of
+from refimpl.executor.executor import kv_cache_of, step_threads_of
 from refimpl.explain import explain
 from refimpl.gate import Gate
 from refimpl.intake import Intake, PreparedRequest
@@ -53,8 +53,7 @@ class Engine:
     """
 
     def __init__(self, args: EngineArgs, clock: Callable[[], float] = time.monotonic) -> None:
-        self._closed = True  # until everything is there
-        self.args, self.clock = args, clock
+        self.args, self.clock, self._closed = args, clock, True  # until everything is there
         claim(self, scheduling_policy=args.scheduling_policy, prefix_index=args.prefix_index)
         policy = choose_policy(args.scheduling_policy)
         check_parts(args)
@@ -62,8 +61,7 @@ class Engine:
         self.model_config, self.tokenizer = checkpoint.config, checkpoint.tokenizer()
         model_limit = self.model_config.context_limit(args.max_model_len)
         overlap = args.overlaps(resolve_device(args.device).type == "cuda")
-        executor: Executor = make_executor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
-        self.executor = executor
+        executor = self.executor = make_executor(args, checkpoint, args.checked_max_model_len(model_limit), overlap)
         """What computes the steps. To be looked at: only the engine orders them."""
         weakref.finalize(self, executor.close).atexit = False  # dropped without close; a process's end frees anyway
         try:
@@ -80,16 +78,14 @@ class Engine:
         except BaseException:
             executor.close()
             raise
-        self.events = self._recorder.events
-        self.gate = Gate()
+        self.events, self.gate = self._recorder.events, Gate()
         """Where who watches may hold the engine between two steps."""
-        self._lock = EngineLock()
+        self.lock = EngineLock(step_threads_of(executor))
         self._loop = StepLoop(self.scheduler, self.executor, self._recorder, depth=int(overlap))
         self.due_in = self._loop.pace.due_in  # seconds for which the next step can wait: who comes meanwhile is in it
-        self._kept: list[RequestOutput] = []
-        self._book, self._closed = RequestBook(), False
+        self._book, self._kept = RequestBook(), list[RequestOutput]()
         self.known_requests = self._book.known  # of an id, to be looked at: the unfinished one, and the last that ended
-        self.num_aborted = 0  # requests, since the engine began
+        self.num_aborted, self._closed = 0, False  # requests, since the engine began
 
     # ------------------------------------------------------------------ requests
 
@@ -130,7 +126,7 @@ class Engine:
 
     def queue(self, prepared: PreparedRequest) -> None:
         """The second half: queue what was prepared, or raise what :meth:`add_request` would."""
-        with self._lock:
+        with self.lock.alone("add_request"):
             self.check_open()
             self._book.check_free(prepared.request_id)
             request = self._intake.make_request(prepared)
@@ -139,17 +135,23 @@ class Engine:
             self._intake.accept(request)
 
     def abort(self, request_id: str | list[str]) -> None:
-        """End requests wherever they are; nothing more comes of them. Unknown ids are no error."""
-        with self._lock:
-            request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
-            for request in filter(None, map(self._book.unfinished, request_ids)):
-                self.num_aborted += 1
-                self.scheduler.abort(request)
-                self._retire(request)
-            self._kept = [output for output in self._kept if output.request_id not in request_ids]
-            self._loop.drain_if_idle()
-            if not self.has_unfinished_requests():
-                self._loop.tell_news()
+        """End requests wherever they are (in a callback: when its step ends). Unknown ids are no error."""
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        if self.lock.in_callback:
+            self._book.doom(request_ids)
+        else:
+            with self.lock:
+                self._abort(request_ids)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request in filter(None, map(self._book.unfinished, request_ids)):
+            self.num_aborted += 1
+            self.scheduler.abort(request)
+            self._retire(request)
+        self._kept = [output for output in self._kept if output.request_id not in request_ids]
+        self._loop.drain_if_idle()
+        if not self.has_unfinished_requests():
+            self._loop.tell_news()
 
     def fork(
         self, request_id: str, new_id: str, sampling_params: SamplingParams | None = None, *, index: int = 0
@@ -164,7 +166,7 @@ class Engine:
             RequestError: there is no such sample, it has ended, the new id is taken, or nothing fits behind it.
 
         """
-        with self._lock:
+        with self.lock.alone("fork"):
             self.check_open()
             self._book.check_free(new_id)
             self._loop.drain()
@@ -220,20 +222,22 @@ class Engine:
 
             if not self._take_in_if_held():
                 self.gate.wait(meanwhile)
-                with self._lock:
+                with self.lock:
                     self.check_open()
                     self._loop.step()
                 self._take_in_if_held()
-        with self._lock:
+        with self.lock:
             return self._hand_out()
 
     def _take_in_if_held(self) -> bool:
         """Take in the steps in flight if the gate holds the next one; whether there were any."""
-        with self._lock:
+        with self.lock.alone("step"):
             return self.gate.holds and self._loop.drain()
 
     def _hand_out(self) -> list[RequestOutput]:
         """What steps brought, as outputs. Nothing comes of requests that were aborted meanwhile."""
+        if doomed := self._book.take_doomed():
+            self._abort(doomed)
         requests = dict.fromkeys([sequence.request for sequence in self._loop.take_news()])
         outputs, self._kept = self._kept + self._processor.process(self._book.only_unfinished(requests)), []
         for output in outputs:
@@ -243,7 +247,7 @@ class Engine:
 
     def keep_for_next_step(self, outputs: list[RequestOutput]) -> None:
         """Hand back outputs that were not meant for the caller: the next call of ``step`` returns them."""
-        with self._lock:
+        with self.lock:
             self._kept += outputs
 
     def step_by_hand(self) -> None:
@@ -255,7 +259,7 @@ class Engine:
         """
         if self.gate.allow_if_held():
             return
-        with self._lock:
+        with self.lock.alone("step_by_hand"):
             self.check_open()
             if not self.can_step():
                 raise RefimplError("no request waits or runs; add one with engine.add_request, or call generate")
@@ -272,7 +276,7 @@ class Engine:
             RequestError: no request of that id is known.
 
         """
-        with self._lock:
+        with self.lock:
             request = self._book.find(request_id)
             waiting = self.scheduler.waiting
             before = {s.sequence_id: waiting.num_before(s) for s in request.sequences if waiting.waits(s)}
@@ -286,14 +290,14 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests keep their blocks."""
-        with self._lock:
+        with self.lock.alone("reset_prefix_cache"):
             self.scheduler.kv.reset_prefix_cache()
             if not self.has_unfinished_requests():
                 self._loop.tell_news()
 
     def memory_report(self) -> MemoryReport:
         """Weights and KV cache in bytes: used, wasted, cached, free, and the same sequences in a contiguous cache."""
-        with self._lock:
+        with self.lock:
             self.check_open()
             return MemoryReport.of(self.executor, self.scheduler.config.max_model_len, self.scheduler.usage())
 
@@ -304,39 +308,34 @@ class Engine:
             RefimplError: there is no such layer or block, or this engine computes without a model.
 
         """
-        with self._lock:
+        with self.lock.alone("read_blocks"):
             self.check_open()
             self._loop.drain()
             return kv_cache_of(self.executor).read(layer, block_ids)
 
     def audit(self) -> list[Violation]:
         """Check the cache's books from the outside; empty when all is right."""
-        with self._lock:
+        with self.lock:
             return audit(self.scheduler.snapshot())
 
     def close(self) -> None:
         """Abort what is unfinished and give threads and memory back. May be called twice. In a forked child, nothing."""
-        if not self._lock.in_its_process:
+        if not self.lock.in_its_process:
             return
-        with self._lock:
+        with self.lock.alone("close"):
             if self._closed:
                 return
             try:
-                self.abort(self._book.unfinished_ids)
+                self._abort(self._book.unfinished_ids)
             finally:
                 self._closed = True
                 self.gate.open()
                 self.executor.close()
 
     @property
-    def in_its_process(self) -> bool:
-        """False in a child that was forked off the process that made the engine."""
-        return self._lock.in_its_process
-
-    @property
     def is_open(self) -> bool:
         """Whether it can be used: it is not closed, and this is its process."""
-        return not self._closed and self.in_its_process
+        return not self._closed and self.lock.in_its_process
 
     def check_open(self) -> None:
         """See that the engine can be used.
@@ -345,6 +344,6 @@ class Engine:
             RefimplError: it is closed, or this process is a fork of its own.
 
         """
-        self._lock.check_process()
+        self.lock.check_process()
         if self._closed:
             raise RefimplError("this engine is closed; make a new one")

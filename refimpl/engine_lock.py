@@ -1,11 +1,13 @@
-"""EngineLock: one caller at a time, in the order of asking, and in the process that made it alone."""
+"""EngineLock: one caller at a time and no callback of its, in the order of asking, in the process that made it alone."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
+from collections.abc import Collection
 from types import TracebackType
+from typing import Self
 
 from refimpl.errors import RefimplError
 
@@ -18,9 +20,13 @@ class EngineLock:
 
     After ``fork()`` the child has neither the threads nor the device of its parent, and perhaps a lock that nobody will give
     back. So it is refused there, before anything is waited for.
+
+    Who has the lock runs callbacks: logits hooks, policies, event subscribers. They must not order what it is in the midst
+    of (:meth:`alone`); and where ``step_threads`` run them, for which it waits, they could not even wait for the lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_threads: Collection[int] = ()) -> None:
+        self._step_threads = step_threads
         self._process = os.getpid()
         self._mutex = threading.Lock()
         self._owner: int | None = None
@@ -31,6 +37,27 @@ class EngineLock:
     def in_its_process(self) -> bool:
         """False in a child that was forked off."""
         return os.getpid() == self._process
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether the caller is called by who has the lock, or by one of the threads that compute steps."""
+        me = threading.get_ident()
+        return self._owner == me or me in self._step_threads
+
+    def alone(self, call: str) -> Self:
+        """The lock, for a call that no callback may make.
+
+        Raises:
+            RefimplError: it is made by one.
+
+        """
+        if self.in_callback:
+            raise RefimplError(
+                f"{call} was called within another call of the same engine: by a logits hook, a policy, an event subscriber "
+                "or another callback of its. The engine waits for the callback, which would wait for the engine. Note there "
+                "what is to be done, and do it when the step is over; abort may be called, and is done then"
+            )
+        return self
 
     def check_process(self) -> None:
         """See that this is the process that made the engine.
@@ -52,6 +79,8 @@ class EngineLock:
         if self._owner == me:  # nobody but this thread writes that
             self._depth += 1
             return
+        if me in self._step_threads:
+            self.alone("this")
         turn = threading.Lock()
         try:
             with self._mutex:

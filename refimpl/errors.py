@@ -11,7 +11,7 @@
     ├── RankFailedError        a rank of a tensor-parallel engine died, hung or failed; the engine has to be made anew
     ├── EngineFailedError      a step failed while a request of AsyncLLM waited; the request is over
     ├── PartError              a replaceable part gave an answer that cannot be followed
-    │   ├── PolicyError           a scheduling policy named nobody
+    │   ├── PolicyError           a scheduling policy raised, or named nobody
     │   ├── AllocatorError        a block allocator gave a block that is not free, or too few
     │   └── PrefixIndexError      a prefix index found what is not there, or gave back what is in use
     └── RequestError           one request is wrong; the engine and the other requests go on
@@ -87,7 +87,7 @@ class PartError(RefimplError):
 
 
 class PolicyError(PartError):
-    """A policy's answer names nobody; the message says whom it could have named."""
+    """A policy raised, or its answer cannot be followed: a victim that is none, a key that does not compare with others."""
 
 
 class AllocatorError(PartError):

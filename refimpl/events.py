@@ -190,7 +190,10 @@ class EventLog:
                 self._unsubscribe(subscriber)
 
     def subscribe(self, subscriber: Callable[[StepRecord], None]) -> Callable[[], None]:
-        """Call ``subscriber(record)`` after each step, in the engine's thread. Returns what ends the subscription."""
+        """Call ``subscriber(record)`` after each step, in the engine's thread. Returns what ends the subscription.
+
+        The engine waits for it. Of that engine it may abort requests and look into it, and order nothing else.
+        """
         self._subscribers.append(subscriber)
         return lambda: self._unsubscribe(subscriber)
 

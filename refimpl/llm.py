@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from numbers import Integral
@@ -16,7 +15,9 @@ from refimpl.closing import Closing
 from refimpl.comm_messages import comm_messages_between_steps
 from refimpl.config import EngineArgs
 from refimpl.engine import Engine
+from refimpl.engine_lock import EngineLock
 from refimpl.errors import AbortedError, RequestError
+from refimpl.executor.executor import step_threads_of
 from refimpl.interrupts import GenerationInterrupted, interrupts_between_steps
 from refimpl.memory_report import MemoryReport
 from refimpl.outputs import RequestOutput
@@ -53,7 +54,7 @@ class LLM(Closing):
     def __init__(self, model: Any = "smollm2", **options: Any) -> None:
         self.engine = Engine(EngineArgs.from_options({"model": model, **options}))
         self._numbers = itertools.count()
-        self._one_call_at_a_time = threading.Lock()
+        self._one_call_at_a_time = EngineLock(step_threads_of(self.engine.executor))
 
     def generate(
         self,
@@ -113,7 +114,7 @@ class LLM(Closing):
         """
         check_search(params)
         listed = [unwrap(prompt) for prompt in _as_list(prompts)]
-        with self._one_call_at_a_time:
+        with self._one_call_at_a_time.alone("beam_search"):
             return self._run_alone(listed, [params] * len(listed), use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -134,7 +135,7 @@ class LLM(Closing):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        with self._one_call_at_a_time:
+        with self._one_call_at_a_time.alone("generate"):
             params = _one_each(sampling_params, len(prompts))
             final = [msgspec.structs.replace(one, output_kind="final_only") for one in params]
             return self._run_alone(prompts, final, use_tqdm)

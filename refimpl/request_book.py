@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from refimpl.errors import RequestError
@@ -18,6 +18,7 @@ class RequestBook:
     def __init__(self) -> None:
         self._unfinished: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
+        self._doomed: deque[Request] = deque()
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -58,6 +59,15 @@ class RequestBook:
         self._finished.move_to_end(request.request_id)
         while len(self._finished) > FINISHED_KEPT:
             self._finished.popitem(last=False)
+
+    def doom(self, request_ids: Iterable[str]) -> None:
+        """Note that requests are to be aborted, when the engine can. Any thread may call this."""
+        self._doomed.extend(filter(None, map(self._unfinished.get, request_ids)))
+
+    def take_doomed(self) -> list[str]:
+        """The ids that were noted, of requests that have not ended since."""
+        doomed = [self._doomed.popleft() for _ in range(len(self._doomed))]
+        return [request.request_id for request in self.only_unfinished(doomed)]
 
     def find(self, request_id: str) -> Request:
         """A request, unfinished or finished lately.

@@ -13,7 +13,7 @@ import msgspec
 from refimpl.executor.executor import Executor
 from refimpl.outputs import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from refimpl.recorder import PlanTime, Recorder
-from refimpl.request import Sequence
+from refimpl.request import Sequence, Status
 from refimpl.scheduler import Scheduler, StepUpdate
 from refimpl.step_pace import StepPace
 
@@ -120,9 +120,22 @@ class StepLoop:
                 self._in_flight.appendleft(oldest)
             raise
         self.pace.came_back()
-        update = self.scheduler.update(oldest.scheduler_output, runner_output)
+        try:
+            update = self.scheduler.update(oldest.scheduler_output, runner_output)
+        except Exception as error:
+            self._fail(oldest, error)
+            raise
         self._news += update.advanced
         self.recorder.record(oldest.scheduler_output, update, oldest.planned)
+
+    def _lost(self) -> list[Sequence]:
+        """Sequences that nobody would think of again: they were on their way from queue to slot when planning failed."""
+        waits, slot = self.scheduler.waiting.waits, Status.RUNNING
+        return [
+            sequence
+            for sequence in self.scheduler.sequences.values()
+            if not any(waits(one) or one.status is slot for one in sequence.request.sequences)
+        ]
 
     def _fail(self, step: _InFlight, error: BaseException) -> None:
         """A step could not be computed: record it, and end what depends on it. Requests that only wait go on."""
@@ -139,7 +152,7 @@ class StepLoop:
         What the prefix cache was told of their blocks is taken back.
         """
         sequences = self.scheduler.sequences
-        doomed = [*self.scheduler.running, *(sequences[row] for row in rows if row in sequences)]
+        doomed = [*self.scheduler.running, *(sequences[row] for row in rows if row in sequences), *self._lost()]
         ended: list[Sequence] = []
         for request in dict.fromkeys(sequence.request for sequence in doomed):
             alive = [sequence for sequence in request.sequences if not sequence.finished]

@@ -114,7 +114,13 @@ class StepThread:
         self.engine.gate.wake()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """The same, with a future for what it returns or raises."""
+        """The same, with a future for what it returns or raises.
+
+        Raises:
+            RefimplError: too, when a callback of the engine's calls this: who waits for the future would wait for ever.
+
+        """
+        self.engine.lock.alone("this")
         future: Future[T] = Future()
 
         def command() -> None:
@@ -129,7 +135,13 @@ class StepThread:
         return future
 
     def add(self, prepared: PreparedRequest, mailbox: Mailbox) -> None:
-        """Queue a request. What comes of it, a refusal too, comes into the mailbox."""
+        """Queue a request. What comes of it, a refusal too, comes into the mailbox.
+
+        Raises:
+            RefimplError: the engine is closed, or a callback of its calls this.
+
+        """
+        self.engine.lock.alone("generate")
         self.post(lambda: self._add(prepared, mailbox))
 
     def expect(self, request_id: str, mailbox: Mailbox) -> None:
@@ -167,11 +179,13 @@ class StepThread:
         return self._ended
 
     def close(self) -> None:
-        """End the thread and close the engine. Waits for the step at hand. May be called twice, and from any thread."""
-        if not self.engine.in_its_process:
+        """End the thread and close the engine. May be called twice, and from any thread. Waits for the step at hand, but
+        where that waits for the caller.
+        """
+        if not self.engine.lock.in_its_process:
             return
         self.begin_to_close()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self.engine.lock.in_callback:
             self._thread.join()
 
     # ------------------------------------------------------------------ in the thread

@@ -222,6 +222,15 @@ def test_wrong_commands_are_told(chat, tmp_path):
     assert chat.turns == []
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/talk", "a\0b"])
+def test_a_name_that_no_file_can_have_does_not_end_the_chat(chat, name):
+    answers, notes, failed = talk(chat, f"/save {name}", f"/load {name}", "Hello")
+    assert failed
+    assert "the conversation cannot be written to" in notes
+    assert "no conversation can be read from" in notes
+    assert answers
+
+
 def test_two_slashes_send_one(chat):
     talk(chat, "//etc")
     assert chat.messages[0] == user("/etc")

@@ -17,6 +17,7 @@ def test_there_are_commands_of_every_kind():
 def test_a_command_is_one_that_the_command_line_takes(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE.yaml").write_text("port: 9")  # a file of options is read where it is named
+    (tmp_path / "refimpl" / "bench" / "results").mkdir(parents=True)  # and --save names a folder that is there
     command, rest = typer.main.get_command(app), words[1:]
     while rest and (commands := getattr(command, "commands", None)):
         command = commands[rest.pop(0)]

@@ -12,7 +12,7 @@ from refimpl.bench import gpu_commands as gpu_commands  # adds commands of its o
 from refimpl.bench import quantization_command as quantization_command
 from refimpl.bench import serve_command as serve_command
 from refimpl.bench import speculation_command as speculation_command
-from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save
+from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save, above_zero, can_be_written
 from refimpl.bench.app import bench as bench
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
@@ -22,9 +22,9 @@ from refimpl.errors import ConfigError
 @with_engine_options
 def recompute(
     *,
-    context: Annotated[int, typer.Option(help="Measure the steps after this many tokens of context.")] = 504,
-    steps: Annotated[int, typer.Option(help="How many steps to measure.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Times that both sides run, in turn.")] = 5,
+    context: Annotated[int, typer.Option(min=1, help="Measure the steps after this many tokens of context.")] = 504,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to measure.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that both sides run, in turn.")] = 5,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
@@ -40,7 +40,7 @@ def recompute(
 @with_engine_options
 def sharing(
     *,
-    repeats: Annotated[int, typer.Option(help="Times that both sides of the prefix cache run, in turn.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that both sides of the prefix cache run, in turn.")] = 5,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
@@ -55,7 +55,7 @@ def sharing(
 @bench.command()
 def scheduler(
     *,
-    steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are counted.")] = 500,
     as_json: AsJson = False,
     save: Save = None,
 ) -> None:
@@ -71,7 +71,7 @@ def memory(
     *,
     trace: Annotated[Path | None, typer.Option(help="A trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")] = None,
     lengths: Annotated[str, typer.Option(help="Without a trace: whose lengths to generate, conv or code.")] = "conv",
-    requests: Annotated[int, typer.Option(help="How many to generate.")] = 19_366,
+    requests: Annotated[int, typer.Option(min=1, help="How many to generate.")] = 19_366,
     seed: Annotated[int, typer.Option(help="Of the generator.")] = 0,
     as_json: AsJson = False,
     save: Save = None,
@@ -87,9 +87,9 @@ def memory(
 @with_engine_options
 def batching(
     *,
-    scale: Annotated[int, typer.Option(help="Divide all lengths (50 and 2,000 output tokens) by this.")] = 10,
-    requests: Annotated[int, typer.Option(help="How many requests.")] = 240,
-    share: Annotated[float, typer.Option(help="The share of short answers.")] = 2 / 3,
+    scale: Annotated[int, typer.Option(min=1, help="Divide all lengths (50 and 2,000 output tokens) by this.")] = 10,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 240,
+    share: Annotated[float, typer.Option(min=0, max=1, help="The share of short answers.")] = 2 / 3,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
@@ -101,7 +101,7 @@ def batching(
     report_result(run(engine_options, scale=scale, requests=requests, share=share), as_json, save)
 
 
-Repeats = Annotated[int, typer.Option(help="Times that every side runs, in turn; a first turn is discarded.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Times that every side runs, in turn; a first turn is discarded.")]
 Dtypes = Annotated[str, typer.Option(help="Dtypes to measure, by commas. --dtype counts for nothing here.")]
 Compare = Annotated[str, typer.Option(help="transformers, in the setting that is fastest here, or none.")]
 ComparePython = Annotated[
@@ -141,7 +141,7 @@ def throughput(
         typer.Option(help="Of a model: transformers, in the setting that is fastest here (the default), or none."),
     ] = None,
     compare_python: ComparePython = None,
-    scale: Annotated[float, typer.Option(help="Shrink all lengths by this, for a quick look.")] = 1.0,
+    scale: Annotated[float, typer.Option(callback=above_zero, help="Shrink all lengths by this, for a quick look.")] = 1.0,
     max_minutes: MaxMinutes = None,
     as_json: AsJson = False,
     save: Save = None,
@@ -191,7 +191,7 @@ def latency(
 @with_engine_options
 def overhead(
     *,
-    steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are counted.")] = 60,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
@@ -207,12 +207,12 @@ def overhead(
 @with_engine_options
 def widgets(
     *,
-    pairs: Annotated[int, typer.Option(help="Runs with a dashboard, and as many without, in turn.")] = 7,
-    requests: Annotated[int, typer.Option(help="How many at once.")] = 16,
-    tokens: Annotated[int, typer.Option(help="Of each request.")] = 128,
-    frames: Annotated[int, typer.Option(help="Frames of the large pool.")] = 60,
-    blocks: Annotated[int, typer.Option(help="Of the large pool.")] = 100_000,
-    steps: Annotated[int, typer.Option(help="Of the log that is opened.")] = 10_000,
+    pairs: Annotated[int, typer.Option(min=1, help="Runs with a dashboard, and as many without, in turn.")] = 7,
+    requests: Annotated[int, typer.Option(min=1, help="How many at once.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
+    frames: Annotated[int, typer.Option(min=1, help="Frames of the large pool.")] = 60,
+    blocks: Annotated[int, typer.Option(min=1, help="Of the large pool.")] = 100_000,
+    steps: Annotated[int, typer.Option(min=1, help="Of the log that is opened.")] = 10_000,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],
@@ -228,7 +228,7 @@ def widgets(
 @bench.command()
 def simulate(
     *,
-    requests: Annotated[int, typer.Option(help="Conversations for paging and for each row of the table.")] = 1_500,
+    requests: Annotated[int, typer.Option(min=1, help="Conversations for paging and for each row of the table.")] = 1_500,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
     as_json: AsJson = False,
     save: Save = None,
@@ -245,12 +245,15 @@ def simulate(
 def swap(
     *,
     lengths: Annotated[str, typer.Option(help="Tokens of the victims, rising, by commas.")] = "64,128,256,512,1024",
-    others: Annotated[int, typer.Option(help="Requests that decode beside the longest victim.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Preemptions of each kind and length.")] = 5,
+    others: Annotated[int, typer.Option(min=0, help="Requests that decode beside the longest victim.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Preemptions of each kind and length.")] = 5,
     model_config: ModelConfig = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write the event log of the swaps beside others here (.jsonl, .jsonl.gz), for widgets."),
+        typer.Option(
+            callback=can_be_written,
+            help="Write the event log of the swaps beside others here (.jsonl, .jsonl.gz), for widgets.",
+        ),
     ] = None,
     as_json: AsJson = False,
     save: Save = None,
@@ -271,10 +274,10 @@ def swap(
 @with_engine_options
 def beam(
     *,
-    width: Annotated[int, typer.Option(help="Beams, and separate samples beside them.")] = 4,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 64,
-    output: Annotated[int, typer.Option(help="Output tokens.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Prompts; each is searched, continued greedily, and sampled.")] = 3,
+    width: Annotated[int, typer.Option(min=1, help="Beams, and separate samples beside them.")] = 4,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
+    output: Annotated[int, typer.Option(min=1, help="Output tokens.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts; each is searched, continued greedily, and sampled.")] = 3,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],

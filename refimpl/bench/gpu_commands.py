@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save, bench
+from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save, above_zero, bench, can_be_written
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 
@@ -28,7 +28,7 @@ OF_SCALING = (
 def kernels(
     names: Annotated[list[str] | None, typer.Argument(help="Kernels to measure; all, if none is named.")] = None,
     *,
-    repeats: Annotated[int, typer.Option(help="Replays of which the median is taken.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Replays of which the median is taken.")] = 20,
     compare: Annotated[
         str, typer.Option(help="flash-attn (whichever is installed, beside our attention), or none.")
     ] = "none",
@@ -50,12 +50,12 @@ def serve_sim(
     *,
     model_config: ModelConfig = None,
     request_rate: Annotated[str, typer.Option(help="Arrivals a second, by commas; each is a row.")] = "10,20,30",
-    seconds: Annotated[float, typer.Option(help="How long requests keep coming.")] = 20.0,
+    seconds: Annotated[float, typer.Option(callback=above_zero, help="How long requests keep coming.")] = 20.0,
     burstiness: Annotated[
         float, typer.Option(help="Shape of the gaps' gamma distribution: 1 is Poisson, less makes bursts, more is even.")
     ] = 1.0,
     arrival_seed: Annotated[int | None, typer.Option(help="Of the gaps; vLLM was measured with the default.")] = None,
-    scale: Annotated[float, typer.Option(help="Shrink all lengths by this.")] = 1.0,
+    scale: Annotated[float, typer.Option(callback=above_zero, help="Shrink all lengths by this.")] = 1.0,
     trace: Annotated[
         Path | None,
         typer.Option(help="Instead: arrivals and lengths of a CSV with TIMESTAMP, ContextTokens, GeneratedTokens."),
@@ -99,9 +99,9 @@ def load(
     folder: Annotated[Path, typer.Argument(help="Where the shards are written, and stay: empty, or not there.")],
     *,
     model_config: Annotated[str, typer.Option(help="The shape: llama-3-8b, llama-3-70b, or a folder.")] = "llama-3-70b",
-    gib: Annotated[float, typer.Option(help="GiB of shards; the shape gets fewer layers.")] = 16.0,
+    gib: Annotated[float, typer.Option(callback=above_zero, help="GiB of shards; the shape gets fewer layers.")] = 16.0,
     stored: Annotated[str, typer.Option(help="Their dtype: bfloat16, float16, float32 or float8_e4m3fn.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option(help="Times that they are read; a first one is discarded.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that they are read; a first one is discarded.")] = 3,
     cold: Annotated[bool, typer.Option("--cold", help="Have the system forget the files before each.")] = False,
     as_json: AsJson = False,
     save: Save = None,
@@ -131,10 +131,11 @@ def startup(
 def idle(
     *,
     model_config: ModelConfig = None,
-    sequences: Annotated[int, typer.Option(help="That decode together.")] = 256,
-    steps: Annotated[int, typer.Option(help="That are profiled.")] = 200,
+    sequences: Annotated[int, typer.Option(min=1, help="That decode together.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="That are profiled.")] = 200,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write a few steps' kernels here as a Chrome trace (.json, .json.gz).")
+        Path | None,
+        typer.Option(callback=can_be_written, help="Write a few steps' kernels here as a Chrome trace (.json, .json.gz)."),
     ] = None,
     as_json: AsJson = False,
     save: Save = None,
@@ -150,10 +151,10 @@ def idle(
 @bench.command("all-reduce")
 def all_reduce(
     *,
-    ranks: Annotated[int, typer.Option(help="Processes, on a GPU each if there are any.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, on a GPU each if there are any.")] = 2,
     tokens: Annotated[str, typer.Option(help="Rows of a sum, by commas.")] = "1,8,64",
-    hidden_size: Annotated[int, typer.Option(help="Numbers in a row.")] = 8192,
-    count: Annotated[int, typer.Option(help="Sums back to back, as a step has them.")] = 160,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Numbers in a row.")] = 8192,
+    count: Annotated[int, typer.Option(min=1, help="Sums back to back, as a step has them.")] = 160,
     as_json: AsJson = False,
     save: Save = None,
 ) -> None:
@@ -189,8 +190,10 @@ def scaling(
         typer.Option(help="How, by commas. All but default are measured by some decodes, draft on the most ranks alone."),
     ] = "default,eager,one_shot,two_shot,draft",
     draft: Annotated[str, typer.Option(help="The shape of the draft model: a name, or a folder.")] = "llama-3-8b",
-    repeats: Annotated[int, typer.Option(help="Times that a workload is answered; before, some of it with few tokens.")] = 2,
-    scale: Annotated[float, typer.Option(help="Shrink all lengths by this, for a quick look.")] = 1.0,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Times that a workload is answered; before, some of it with few tokens.")
+    ] = 2,
+    scale: Annotated[float, typer.Option(callback=above_zero, help="Shrink all lengths by this, for a quick look.")] = 1.0,
     same_tokens: Annotated[
         bool, typer.Option(help="First compare the greedy tokens of a small model over the ranks.")
     ] = True,

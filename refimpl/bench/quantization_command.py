@@ -19,7 +19,7 @@ def quantization(
     text: Annotated[
         Path | None, typer.Option(help="A file to predict, in UTF-8. Default: Alice's Adventures in Wonderland.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Of the text; default: all.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of the text; default: all.")] = None,
     group_size: GroupSize = None,
     calibration_tokens: CalibrationTokens = 32_768,
     train_steps: TrainSteps = 0,

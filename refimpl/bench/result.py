@@ -19,8 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from refimpl.errors import RefimplError
-
 if TYPE_CHECKING:
     from refimpl.loading.checkpoint import Checkpoint
 
@@ -101,8 +99,6 @@ def report_result(result: Result, as_json: bool, save: Path | None) -> None:
     text = json.dumps(asdict(result), indent=None if as_json else 2)
     print(text)  # noqa: T201 - this is the command's output
     if save is not None:
-        if not save.is_dir():
-            raise RefimplError(f"{save} is no folder; make it first, or give another")
         of = f"{result.setting['hardware']} {result.setting.get('dtype', '')}"  # a result of another dtype stays beside
         slug = re.sub(r"[^a-z0-9]+", "-", of.lower()).strip("-")
         partial = "-partial" if result.not_measured() else ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from refimpl.bench.app import AsJson, MaxMinutes, Save, bench
+from refimpl.bench.app import AsJson, MaxMinutes, Save, above_zero, bench, can_be_written
 from refimpl.bench.gpu_commands import limits_of
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
@@ -53,20 +53,24 @@ def serve(
     workload: WorkloadName = "chat",
     request_rate: Rate = "inf",
     burstiness: Burstiness = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Keep requests back while so many are under way.")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests of each row.")] = 200,
-    warm_up: Annotated[int, typer.Option(help="Requests before each row that are not measured.")] = 4,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Keep requests back while so many are under way.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each row.")] = 200,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests before each row that are not measured.")] = 4,
     goodput: Annotated[str, typer.Option(help="Limits in milliseconds that a good request keeps.")] = "ttft:200,tpot:50",
     seed: Annotated[int, typer.Option(help="Of lengths, prompts and times.")] = 0,
-    vocab_size: Annotated[int, typer.Option(help="Random token ids are below it.")] = 1000,
-    output_len: Annotated[int, typer.Option(help="Most output tokens for prompts of a file that do not say.")] = 128,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Random token ids are below it.")] = 1000,
+    output_len: Annotated[int, typer.Option(min=1, help="Most output tokens for prompts of a file that do not say.")] = 128,
     ignore_eos: Annotated[
         bool, typer.Option(help="Ask for all output tokens; for servers that know no ignore_eos, switch it off.")
     ] = True,
     extra_body: Annotated[str | None, typer.Option(help="JSON: more fields of every request.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds without a byte until a request is given up.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(callback=above_zero, help="Seconds without a byte until a request is given up.")
+    ] = 600.0,
     server_args: Annotated[str, typer.Option(help="Without --url: more options of refimpl serve.")] = "",
-    plot: Annotated[Path | None, typer.Option(help="Write charts here, as an HTML page.")] = None,
+    plot: Annotated[Path | None, typer.Option(callback=can_be_written, help="Write charts here, as an HTML page.")] = None,
     max_minutes: MaxMinutes = None,
     as_json: AsJson = False,
     save: Save = None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from refimpl.bench.app import AsJson, Save, bench
+from refimpl.bench.app import AsJson, Save, above_zero, bench
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 
@@ -28,15 +28,23 @@ def speculation(
             help="Which, by commas: ngram, drafter; of a shape draft_8b, draft_1b, adaptive_8b, adaptive_1b. Default: all."
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Times that every number of drafts runs, in turn; one more goes before.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Times that every number of drafts runs, in turn; one more goes before.")
+    ] = 3,
     batch_sizes: Annotated[
         str, typer.Option(help="Of the adaptive rows, by commas, rising. With several, every number of drafts runs at each.")
     ] = "64",
-    acceptance: Annotated[float, typer.Option(help="Of a shape: the probability that a draft is accepted.")] = 0.75,
+    acceptance: Annotated[
+        float, typer.Option(min=0, max=1, help="Of a shape: the probability that a draft is accepted.")
+    ] = 0.75,
     rates: Annotated[str, typer.Option(help="The same of the adaptive rows, by commas.")] = "0.4,0.75",
-    most_drafts: Annotated[int, typer.Option(help="Of a shape: most tokens drafted a round.")] = 8,
-    scale: Annotated[float, typer.Option(help="Shrink output lengths by this, for a quick look.")] = 1.0,
-    max_minutes: Annotated[float | None, typer.Option(help="For everything; rows that have no time left say so.")] = None,
+    most_drafts: Annotated[int, typer.Option(min=1, help="Of a shape: most tokens drafted a round.")] = 8,
+    scale: Annotated[
+        float, typer.Option(callback=above_zero, help="Shrink output lengths by this, for a quick look.")
+    ] = 1.0,
+    max_minutes: Annotated[
+        float | None, typer.Option(callback=above_zero, help="For everything; rows that have no time left say so.")
+    ] = None,
     as_json: AsJson = False,
     save: Save = None,
     engine_options: dict[str, Any],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -71,6 +72,20 @@ class CanBeLost(Protocol):
     @property
     def failure(self) -> str | None:
         """Why it is lost; None while it computes. Any thread may ask."""
+
+
+@runtime_checkable
+class HasThreads(Protocol):
+    """An executor that computes steps in threads of its own. What they call back must not wait for the engine."""
+
+    @property
+    def step_threads(self) -> Collection[int]:
+        """Their identifiers."""
+
+
+def step_threads_of(executor: Executor) -> Collection[int]:
+    """The threads in which an executor computes, apart from the engine's."""
+    return executor.step_threads if isinstance(executor, HasThreads) else ()
 
 
 def is_lost(executor: Executor) -> bool:

@@ -94,10 +94,15 @@ class LocalExecutor:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(f"{checkpoint.name}: {self._what_to_do(args)} ({error})") from error
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if asynchronous else None
+        self.step_threads = set[int]()
+        """Identifiers of the threads that compute, where steps are not computed at once."""
+        self._thread = self._one_thread() if asynchronous else None
         # Who waits for a GPU's tokens is not who orders its next step.
         reads = asynchronous and self.device.type == "cuda"
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix=WORKER) if reads else None
+        self._reader = self._one_thread() if reads else None
+
+    def _one_thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, WORKER, lambda known: known.add(threading.get_ident()), (self.step_threads,))
 
     def _load(self, args: EngineArgs, checkpoint: Checkpoint, max_model_len: int) -> None:
         """The weights, and those of what drafts; first of all it is seen that there is room for both."""

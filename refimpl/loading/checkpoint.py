@@ -97,9 +97,10 @@ def open_checkpoint(model: Any) -> Checkpoint:
 def _checked_object(model: Any) -> Checkpoint:
     missing = [name for name in ("name", "config", "weights", "tokenizer", "fingerprint") if not hasattr(model, name)]
     if missing:
+        wrapped = "; give a transformers model as TransformersCheckpoint(model)" if hasattr(model, "state_dict") else ""
         raise ModelNotFoundError(
             f"model is a {type(model).__name__}; it must be a name, a path, or a checkpoint object "
-            f"(this one lacks {', '.join(missing)})"
+            f"(this one lacks {', '.join(missing)}){wrapped}"
         )
     checkpoint: Checkpoint = model
     return checkpoint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any], where: str) ->
     """
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "model of no named architecture"
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"{where} holds a {architecture} (model_type {raw.get('model_type')!r}); refimpl runs {', '.join(FAMILIES)}"
         )
@@ -91,6 +90,10 @@ MAX_SIZES = {
 """Far above any model: a damaged number is refused before memory is asked for."""
 
 
+LARGEST = 2.0**127
+"""What float32 holds, in which norms and angles are computed."""
+
+
 def check_sizes(config: ModelConfig, where: str) -> None:
     """See that a configuration's sizes fit together.
 
@@ -111,10 +114,10 @@ def check_sizes(config: ModelConfig, where: str) -> None:
     rope = config.rope
     numbers = [getattr(rope, field.name) for field in dataclasses.fields(rope)]
     numbers = [number for number in numbers if isinstance(number, int | float) and not isinstance(number, bool)]
-    if not all(0 < number < math.inf for number in (*numbers, config.rms_norm_eps)):
+    if not all(0 < number < LARGEST for number in (*numbers, config.rms_norm_eps)):
         raise CheckpointError(
-            f"{where} has a number that is not above 0 and finite ({rope}, {config.rms_norm_eps = }): correct it, or "
-            "download it again"
+            f"{where} has a number that is not above 0 and finite in float32 ({rope}, "
+            f"{config.rms_norm_eps = }): correct it, or download it again"
         )
     if (rope.kind == "dynamic" and config.head_dim < 4) or (rope.kind == "yarn" and rope.theta <= 1):
         raise CheckpointError(f"{where}: {rope.kind} scaling needs heads of 4 dimensions or more and rope_theta above 1")

@@ -24,7 +24,8 @@ class TransformersCheckpoint:
         name: what logs and messages call it.
 
     Raises:
-        ModelNotFoundError: the object is no transformers model, or the tokenizer no fast one.
+        ModelNotFoundError: the object is no transformers model, some of its weights are elsewhere ("meta", offloaded), or
+            the tokenizer is no fast one.
 
     """
 
@@ -34,6 +35,11 @@ class TransformersCheckpoint:
         if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
             raise ModelNotFoundError(
                 f"tokenizer is a {type(tokenizer).__name__}; it must be a fast tokenizer of transformers, or None"
+            )
+        if away := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+            raise ModelNotFoundError(
+                f"{len(away)} tensors of the {type(model).__name__} are not in memory ({away[0]}, …): they are on torch's "
+                "device 'meta', as weights that are offloaded; load the model without a device_map"
             )
         self._model = model
         self._tokenizer = tokenizer

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -139,6 +140,11 @@ class ParallelExecutor:
     def setting_changes(self) -> tuple[SettingChange, ...]:
         """What other settings would make of rank 0's cache."""
         return self._local.setting_changes
+
+    @property
+    def step_threads(self) -> Collection[int]:
+        """Rank 0's."""
+        return self._local.step_threads
 
     @property
     def failure(self) -> str | None:

@@ -7,6 +7,7 @@ process: the other ranks do without.
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Model(msgspec.Struct, frozen=True):
         if isinstance(model, ShapeCheckpoint):
             return cls(shape=model)
         if isinstance(model, str | Path):
-            path = Path(model).expanduser()
+            path = Path(os.path.expanduser(model))
             a_path = model not in ("tiny", EMBEDDED_MODEL) and path.exists()
             return cls(name=str(path.resolve()) if a_path else str(model))
         raise ConfigError(

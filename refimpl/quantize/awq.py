@@ -46,7 +46,7 @@ class AwqOptions:
     group_size: int | None = None
     """Input channels that share a scale and a zero point; None: the largest of 128, 64 and 32 that divides every matrix."""
     search: bool = True
-    """Off: round to nearest, without scales, clipping and calibration (a baseline)."""
+    """Off: round to nearest, without scales, clipping and calibration (a baseline, and another beginning for training)."""
     alphas: Sequence[float] = ALPHAS
     """Exponents of the scales that are tried."""
     clip: bool = True
@@ -85,8 +85,9 @@ def quantize_awq(model: Any, out: Path | str, options: AwqOptions | None = None,
     group_size = check_group_size(source.config, options.group_size)
     device = resolve_device(options.device)
     with new_folder(Path(out), options.overwrite) as folder, torch.no_grad():
-        windows = _windows(source, options, show_progress) if options.search else None
-        made: Iterable[QuantisedLayer] = _quantised(source, windows, group_size, options, device, show_progress)
+        windows = _windows(source, options, show_progress) if options.search or options.training is not None else None
+        searched = windows if options.search else None
+        made: Iterable[QuantisedLayer] = _quantised(source, searched, group_size, options, device, show_progress)
         if windows is not None and options.training is not None:
             made = trained_layers(source, list(made), windows, options.training, device, show_progress)
         shards, reports = ShardWriter(folder, options.shard_bytes), []
@@ -152,7 +153,9 @@ def check_group_size(config: ModelConfig, asked: int | None) -> int:
 
 def _windows(source: Source, options: AwqOptions, show_progress: bool) -> Int[Tensor, "N L"]:
     """Texts to calibrate on, and to train on: more of them where that is asked for."""
-    tokens = max(options.calibration_tokens, options.training.tokens if options.training else 0)
+    tokens = max(
+        options.calibration_tokens if options.search else 0, options.training.tokens if options.training is not None else 0
+    )
     return calibration_windows(
         source.checkpoint, options.prompts, tokens, options.window, options.seed, options.device, show_progress
     )

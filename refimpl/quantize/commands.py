@@ -30,7 +30,9 @@ GroupSize = Annotated[
 CalibrationTokens = Annotated[int, typer.Option(help="How many tokens to calibrate on.")]
 TrainSteps = Annotated[
     int,
-    typer.Option(min=0, help="Steps in which scales and levels of all layers are trained together, after the searches."),
+    typer.Option(
+        min=0, help="Steps in which scales and levels of all layers are trained together, after the searches, if any."
+    ),
 ]
 Window = Annotated[int, typer.Option(min=2, help="Tokens of one text to calibrate or train on.")]
 TrainTokens = Annotated[int, typer.Option(min=1, help="How many tokens to train on.")]

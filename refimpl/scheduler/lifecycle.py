@@ -14,7 +14,7 @@ from refimpl.scheduler.decisions import DecisionLog
 from refimpl.scheduler.limits import check_fits, check_queue
 from refimpl.scheduler.plan import StepPlan
 from refimpl.scheduler.policies import FirstComeFirstServed, Policy
-from refimpl.scheduler.preemption import PreemptionCosts, choose_mode, view
+from refimpl.scheduler.preemption import PreemptionCosts, choose_mode, key_of
 from refimpl.scheduler.request_queue import RequestQueue
 from refimpl.scheduler.running_set import RunningSet
 from refimpl.scheduler.stopping import NoText, TextWatch
@@ -36,7 +36,7 @@ class Lifecycle:
         self.costs = costs
         self.policy: Policy = policy or FirstComeFirstServed()
         self.kv = kv_cache_manager
-        self.waiting = RequestQueue(lambda sequence: self.policy.key(view(sequence)), self.policy.dynamic)
+        self.waiting = RequestQueue(lambda sequence: key_of(sequence, self.policy), self.policy.dynamic)
         self.can_share = config.enable_kv_cache and kv_cache_manager.can_share
         """Whether samples of one prompt and forks share blocks; otherwise each computes its own."""
         self.running = RunningSet(config.max_num_seqs)
@@ -59,10 +59,12 @@ class Lifecycle:
         Raises:
             PromptError: it could never run, even alone.
             QueueFullError: ``max_num_queued_reqs`` samples wait already.
+            PolicyError: the policy cannot say when its turn is.
 
         """
         check_fits(request, self.config, self.kv)
         check_queue(request, self.config, len(self.waiting))
+        ahead = self._queue_up(request)
         self._arrived.append(
             Arrival(
                 request.request_id,
@@ -70,17 +72,28 @@ class Lifecycle:
                 tuple(request.prompt_token_ids),
             )
         )
+        most = request.max_tokens
         for sequence in request.sequences:
-            self._log.add(
-                sequence,
-                "arrived",
-                prompt=sequence.num_prompt_tokens,
-                max_tokens=request.max_tokens,
-                ahead=len(self.waiting),
-            )
+            self._log.add(sequence, "arrived", prompt=sequence.num_prompt_tokens, max_tokens=most, ahead=ahead)
             self.sequences[sequence.sequence_id] = sequence
-            if sequence.leader is None or not self.can_share:
-                self.waiting.push(sequence)  # the others join when the prompt that they share is computed
+            ahead += self._waits_itself(sequence)
+
+    def _waits_itself(self, sequence: Sequence) -> bool:
+        """Whether a new sequence queues; the others join when the prompt that they share is computed."""
+        return sequence.leader is None or not self.can_share
+
+    def _queue_up(self, request: Request) -> int:
+        """Put a request's samples into the queue, or none; how many waited before."""
+        before, pushed = len(self.waiting), list[Sequence]()
+        try:
+            for sequence in filter(self._waits_itself, request.sequences):
+                self.waiting.push(sequence)
+                pushed.append(sequence)
+        except Exception:
+            for sequence in pushed:
+                self.waiting.remove(sequence)
+            raise
+        return before
 
     def fork(self, parent: Sequence, request: Request) -> None:
         """Add a request that goes on from where ``parent`` is, sharing its blocks; all tokens of the parent are known.
@@ -89,14 +102,19 @@ class Lifecycle:
 
         Raises:
             PromptError: nothing fits behind the parent's tokens.
+            PolicyError: the policy cannot say when its turn is.
 
         """
         assert not parent.num_tokens_in_flight, "the steps in flight were taken in"
         check_fits(request, self.config, self.kv)
         [child] = request.sequences
+        try:
+            self._join(parent, child)
+        except Exception:
+            self.kv.free(child.sequence_id)
+            raise
         self._arrived.append(Arrival(request.request_id, (child.sequence_id,), tuple(request.prompt_token_ids)))
         self.sequences[child.sequence_id] = child
-        self._join(parent, child)
 
     def _join(self, parent: Sequence, child: Sequence) -> None:
         """Let a sequence that goes on from ``parent`` share its blocks, and take a slot; or wait, where that cannot be."""
@@ -108,8 +126,8 @@ class Lifecycle:
             self._log.add(child, "forked", parent=parent.name, slot=child.slot or 0, blocks=len(shared))
         else:
             most, ahead = child.request.max_tokens, len(self.waiting)
-            self._log.add(child, "arrived", prompt=len(child.token_ids), max_tokens=most, ahead=ahead)
             self.waiting.push(child)
+            self._log.add(child, "arrived", prompt=len(child.token_ids), max_tokens=most, ahead=ahead)
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> tuple[int, ...]:
         """Give a child its parent's blocks. The last is no more the parent's own: its next decode may have to copy it."""
@@ -179,7 +197,7 @@ class Lifecycle:
             self._log.wait(sequence, "waits_blocks", needed=needed, free=free)
 
     def _take_slot(self, sequence: Sequence) -> None:
-        sequence.order = (self.policy.key(view(sequence)), sequence.sequence_id)
+        sequence.order = (key_of(sequence, self.policy), sequence.sequence_id)
         self.running.add(sequence)
         if sequence.request.metrics.first_scheduled_time is None:
             sequence.request.metrics.first_scheduled_time = self._clock()
@@ -190,6 +208,8 @@ class Lifecycle:
         Its blocks go to the swap space if that is cheaper than computing them again, and has room. Those of a fork that no
         step has told of do not: a table which the log never showed cannot be followed to the host.
         """
+        sequence.num_preemptions += 1
+        self.waiting.push(sequence)  # first: the policy may raise
         untold = plan.withdraw(sequence)
         beams = sequence.request.beams
         if beams is not None and beams.pending.pop(sequence.sequence_id, ()):
@@ -207,9 +227,7 @@ class Lifecycle:
             sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING
         sequence.quiet_until = 0
-        sequence.num_preemptions += 1
         sequence.request.metrics.num_preemptions += 1
-        self.waiting.push(sequence)
         plan.preempted.append(Preemption(sequence.sequence_id, mode, block_ids))
         self._log.add(sequence, "preempted", mode=mode, tokens=sequence.num_tokens, cause=cause, blocks=len(block_ids))
 
@@ -259,6 +277,8 @@ class Lifecycle:
         elif self.waiting.waits(sequence):
             self.waiting.remove(sequence)
             block_ids = self.kv.drop_swapped(sequence.sequence_id)
+        else:  # it waits for the prompt that it shares; or planning failed as it was to take a slot
+            block_ids = self.kv.free(sequence.sequence_id)
         return self._end(sequence, reason, block_ids)
 
     def _end(self, sequence: Sequence, reason: FinishReason, block_ids: list[int], stays: bool = False) -> Finish:

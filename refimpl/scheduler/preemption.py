@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from refimpl.errors import PolicyError
 from refimpl.request import Sequence
@@ -63,6 +64,19 @@ def view(sequence: Sequence) -> SequenceView:
         num_output_tokens=sequence.num_output_tokens,
         num_preemptions=sequence.num_preemptions,
     )
+
+
+def key_of(sequence: Sequence, policy: Policy) -> Any:
+    """What orders a sequence.
+
+    Raises:
+        PolicyError: the policy raised.
+
+    """
+    try:
+        return policy.key(view(sequence))
+    except Exception as error:  # a user's code raises whatever it likes
+        raise PolicyError(f"the policy {policy.name!r} raised {error!r} as {sequence.name}'s place was asked for") from error
 
 
 def choose_victim(running: Iterable[Sequence], planned: set[int], policy: Policy) -> Sequence:

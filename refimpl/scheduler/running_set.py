@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterator
 
 from refimpl.request import Sequence, Status
+from refimpl.scheduler.request_queue import keys_that_compare
 
 
 class RunningSet:
@@ -33,9 +34,10 @@ class RunningSet:
 
     def add(self, sequence: Sequence) -> int:
         """Give a sequence, whose ``order`` is set, a slot, which is returned."""
+        with keys_that_compare():  # first, since they may not
+            bisect.insort(self._sequences, sequence, key=lambda other: other.order)
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.status = Status.RUNNING
-        bisect.insort(self._sequences, sequence, key=lambda other: other.order)
         return sequence.slot
 
     def remove(self, sequence: Sequence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -34,7 +35,8 @@ UNSUPPORTED: dict[str, str] = {
 """Fields that would change the answer: refused unless null, false or empty."""
 EMPTY: tuple[Any, ...] = (None, False, "", 0, [], {})
 HARMLESS: dict[str, Any] = {"function_call": "none", "modalities": ["text"]}
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+LONGEST_NAME = 128
+"""Characters of a field's name that a header tells: twenty of them fit what proxies take."""
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -60,9 +62,16 @@ def read(exchange: Exchange, kind: type[T]) -> T:
     unknown = [name for name in given if name not in kind.__struct_fields__]
     for name in unknown:
         _check_supported(name, given[name])
-    if names := [name for name in unknown if name not in UNSUPPORTED and _NAME.fullmatch(name)]:
+    if names := [_shown(name) for name in unknown if name not in UNSUPPORTED]:
         exchange.headers["X-Ignored-Fields"] = ", ".join(names[:20])
     return request
+
+
+def _shown(name: str) -> str:
+    """A client's name as a header bears it: other characters than letters, digits and ``_.-~`` are percent-encoded."""
+    shown = quote(name[:LONGEST_NAME], safe="", errors="surrogatepass")
+    whole = name and len(name) <= LONGEST_NAME and len(shown) <= LONGEST_NAME
+    return shown if whole else f"{shown[:LONGEST_NAME]}..."
 
 
 def _top(field: str | None) -> str | None:

@@ -330,6 +330,8 @@ def test_a_value_of_the_wrong_kind_is_told(folder, key, value):
         {"num_attention_heads": 3, "num_key_value_heads": 2},
         {"head_dim": 15},
         {"rms_norm_eps": -1.0},
+        {"rms_norm_eps": 1e300},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e300}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}},
         {"rope_parameters": "default"},
@@ -352,6 +354,7 @@ def test_numbers_that_cannot_be_are_refused(folder, changes):
         ({"architectures": ["Gemma3ForCausalLM"]}, "holds a Gemma3ForCausalLM .*refimpl runs LlamaForCausalLM"),
         ({"architectures": None}, "holds a model of no named architecture"),
         ({"architectures": 5}, "holds a model of no named architecture"),
+        ({"architectures": [{}]}, r"holds a \{\}"),
         ({"hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"quantization_config": {"quant_method": "aqlm"}}, r"quantised \(aqlm\); .* its 16-bit safetensors, or a GGUF"),
         (

@@ -55,6 +55,18 @@ def test_fingerprints_tell_weights_apart():
     assert TransformersCheckpoint(model).fingerprint() != before
 
 
+def test_weights_that_are_elsewhere_are_refused():
+    model = random_llama()
+    model.model.layers[1].to("meta")
+    with pytest.raises(ModelNotFoundError, match=r"9 tensors of the LlamaForCausalLM are not in memory \(model\.layers\.1\."):
+        TransformersCheckpoint(model)
+
+
+def test_a_bare_model_is_refused_with_what_to_give_instead():
+    with pytest.raises(ModelNotFoundError, match=r"give a transformers model as TransformersCheckpoint\(model\)"):
+        LLM(random_llama())
+
+
 def test_what_is_no_model_is_refused():
     for wrong in ("a path", torch.nn.Linear(1, 1), None):
         with pytest.raises(ModelNotFoundError, match="it must be a transformers model, in memory"):

@@ -89,14 +89,18 @@ def test_the_rate_rises_and_falls():
     assert shares[99] < 0.01
 
 
-@pytest.mark.parametrize("level_rate", [0.0, SHORT.level_rate], ids=["scales", "levels"])
-def test_training_brings_the_predictions_nearer(tmp_path, level_rate):
+@pytest.mark.parametrize(
+    ("level_rate", "search"),
+    [(0.0, True), (SHORT.level_rate, True), (SHORT.level_rate, False)],
+    ids=["scales", "levels", "rounded to nearest"],
+)
+def test_training_brings_the_predictions_nearer(tmp_path, level_rate, search):
     checkpoint = with_outliers()
     training = Training(
         steps=SHORT.steps, tokens=512, batch_tokens=256, tokens_at_once=128, level_rate=level_rate, scale_rate=2e-3
     )
-    quantize_awq(checkpoint, tmp_path / "before", AwqOptions(prompts=PROMPTS))
-    quantize_awq(checkpoint, tmp_path / "after", AwqOptions(prompts=PROMPTS, training=training))
+    quantize_awq(checkpoint, tmp_path / "before", AwqOptions(prompts=PROMPTS, search=search))
+    quantize_awq(checkpoint, tmp_path / "after", AwqOptions(prompts=PROMPTS, search=search, training=training))
     # On the texts that it is trained on: what a random model learns from them says nothing of others.
     text = [token for prompt in PROMPTS for token in prompt["prompt_token_ids"]][:512]
     expected = logits(checkpoint, text=text).log_softmax(-1)

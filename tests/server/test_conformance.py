@@ -316,6 +316,26 @@ def test_fields_that_nobody_knows_are_named_and_ignored(server):
     assert reply.json()["choices"] == plain.json()["choices"]
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("größe", "gr%C3%B6%C3%9Fe"),
+        ("温度", "%E6%B8%A9%E5%BA%A6"),
+        ("a\r\nSet-Cookie: b=c", "a%0D%0ASet-Cookie%3A%20b%3Dc"),
+        ("a, b", "a%2C%20b"),
+        ("\0\x7f", "%00%7F"),
+        ("", "..."),
+        ("x" * 1000, "x" * 128 + "..."),
+        ("😀" * 1000, ("%F0%9F%98%80" * 11)[:128] + "..."),
+    ],
+)
+def test_names_that_no_header_bears_are_percent_encoded(server, name, told):
+    reply = server.complete(prompt="x", max_tokens=1, **{name: 1}, plain=1)
+    assert reply.status_code == 200
+    assert reply.headers["x-ignored-fields"] == f"{told}, plain"
+    assert "set-cookie" not in reply.headers
+
+
 def test_null_is_the_default_of_every_field(server):
     schema = server.http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
     names = set(schema["properties"]) - {"prompt", "seed"}
