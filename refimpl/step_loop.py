@@ -144,7 +144,10 @@ class StepLoop:
         ended = self._end_running(rows, error)
         if ended:  # else only a token was computed that would have been discarded
             names = ", ".join(sequence.name for sequence in ended[:5]) + (", …" if len(ended) > 5 else "")
-            log.error("step %d failed and ends %s", step.scheduler_output.step, names, exc_info=error)
+            if isinstance(error, Exception):
+                log.error("step %d failed and ends %s", step.scheduler_output.step, names, exc_info=error)
+            else:  # a second Ctrl-C: where it struck is of no use to anybody
+                log.warning("step %d was interrupted in its midst, which ends %s", step.scheduler_output.step, names)
 
     def _end_running(self, rows: Iterable[int], error: BaseException) -> list[Sequence]:
         """End what runs, and the sequences of ``rows``, with an error: blocks that they share may hold nothing now.

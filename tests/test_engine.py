@@ -217,6 +217,21 @@ def raising(error):
     return broken
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_is_interrupted_is_told_without_a_traceback(overlap, monkeypatch, caplog):
+    engine = make(async_scheduling=overlap)
+    engine.add_request("a", "Hello", GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor.runner.model, "forward", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            drain(engine)
+    assert drain(engine)["a"].outputs[0].finish_reason == "error"
+    [said] = [record for record in caplog.records if "was interrupted in its midst, which ends a" in record.message]
+    assert (said.levelname, said.exc_info) == ("WARNING", None)
+    assert engine.audit() == []
+    engine.close()
+
+
 def test_a_failure_after_the_end_costs_no_result(monkeypatch):
     """With overlap, a step is in flight when its only request turns out to have stopped; it may fail, nothing is lost."""
     alone = make()

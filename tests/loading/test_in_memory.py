@@ -58,7 +58,9 @@ def test_fingerprints_tell_weights_apart():
 def test_weights_that_are_elsewhere_are_refused():
     model = random_llama()
     model.model.layers[1].to("meta")
-    with pytest.raises(ModelNotFoundError, match=r"9 tensors of the LlamaForCausalLM are not in memory \(model\.layers\.1\."):
+    with pytest.raises(
+        ModelNotFoundError, match=r"9 tensors of the LlamaForCausalLM are not in memory \(model\.layers\.1\."
+    ):
         TransformersCheckpoint(model)
 
 
