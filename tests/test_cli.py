@@ -1,18 +1,23 @@
 """The command line: what it prints, and how it fails: two lines at most, exit code 2, no traceback."""
 
 import dataclasses
+import inspect
 import io
 import json
 import signal
 import struct
 import subprocess
 import sys
+import typing
 
 import pytest
 
 from refimpl import LLM, Engine, EngineArgs, GenerationInterrupted, SamplingParams
-from refimpl.cli import main
+from refimpl.cli import bench, main, quantize, speculate
 from refimpl.cli_options import SAMPLING
+from refimpl.speculative_config import SpeculativeConfig
+
+ENGINE_OPTIONS = {option.name for args in (EngineArgs, SpeculativeConfig) for option in dataclasses.fields(args)}
 
 
 @pytest.fixture
@@ -582,3 +587,20 @@ def test_the_installed_command():
     assert (done.returncode, done.stderr) == (0, b"")
     [line] = done.stdout.decode().splitlines()
     assert json.loads(line)["prompt"] == "Grüße"
+
+
+@pytest.mark.parametrize("commands", [bench, quantize, speculate], ids=lambda commands: commands.info.help[:12])
+def test_no_command_counts_less_than_nothing(commands):
+    for command in commands.registered_commands:
+        for name, parameter in inspect.signature(command.callback, eval_str=True).parameters.items():
+            kind, *marks = typing.get_args(parameter.annotation) or [None]
+            if kind in (int, int | None) and "seed" not in name and name not in ENGINE_OPTIONS:
+                assert marks[0].min in (0, 1, 2), f"{command.callback.__name__}: {name} may be negative"
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_a_size_that_is_none_is_refused(run, tmp_path, size):
+    code, _, err = run("quantize", "awq", "tiny", "--no-search", "--out", tmp_path / "q", "--shard-gigabytes", size)
+    assert code == 2
+    assert "--shard-gigabytes" in err
+    assert not (tmp_path / "q").exists()

@@ -71,6 +71,7 @@ LAYERS = [
         "speculate",
         "cli",
         "cli_options",
+        "cli_checks",
         "cli_output",
         "cli_prompts",
         "cli_simulate",

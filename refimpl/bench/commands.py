@@ -12,8 +12,9 @@ from refimpl.bench import gpu_commands as gpu_commands  # adds commands of its o
 from refimpl.bench import quantization_command as quantization_command
 from refimpl.bench import serve_command as serve_command
 from refimpl.bench import speculation_command as speculation_command
-from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save, above_zero, can_be_written
+from refimpl.bench.app import AsJson, MaxMinutes, ModelConfig, Save
 from refimpl.bench.app import bench as bench
+from refimpl.cli_checks import above_zero, can_be_written
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from refimpl.bench.app import AsJson, MaxMinutes, Save, above_zero, bench, can_be_written
+from refimpl.bench.app import AsJson, MaxMinutes, Save, bench
 from refimpl.bench.gpu_commands import limits_of
+from refimpl.cli_checks import above_zero, can_be_written
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from refimpl.bench.app import AsJson, Save, above_zero, bench
+from refimpl.bench.app import AsJson, Save, bench
+from refimpl.cli_checks import above_zero
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 

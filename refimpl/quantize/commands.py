@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from refimpl.cli_checks import above_zero
 from refimpl.cli_prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -21,13 +22,15 @@ Model = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="The folder to write; it is whole or not there.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint folder that is there.")]
-ShardGigabytes = Annotated[float, typer.Option(help="The most that one safetensors file holds, in 10⁹ bytes.")]
+ShardGigabytes = Annotated[
+    float, typer.Option(callback=above_zero, help="The most that one safetensors file holds, in 10⁹ bytes.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, …).")]
 GroupSize = Annotated[
     int | None,
-    typer.Option(help="Input channels of one scale: 128, 64 or 32. Default: the largest that divides every matrix."),
+    typer.Option(min=1, help="Input channels of one scale: 128, 64 or 32. Default: the largest that divides every matrix."),
 ]
-CalibrationTokens = Annotated[int, typer.Option(help="How many tokens to calibrate on.")]
+CalibrationTokens = Annotated[int, typer.Option(min=1, help="How many tokens to calibrate on.")]
 TrainSteps = Annotated[
     int,
     typer.Option(
@@ -130,8 +133,8 @@ def evaluate(
     text: Annotated[
         Path | None, typer.Option(help="A file to predict, in UTF-8. Default: Alice's Adventures in Wonderland.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Of its beginning; default: all.")] = None,
-    window: Annotated[int, typer.Option(help="Tokens that are predicted together; each window begins anew.")] = 1024,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Of its beginning; default: all.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens that are predicted together; each window begins anew.")] = 1024,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="Of activations, and of weights that are not quantised.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, with an object for each model.")] = False,

@@ -186,6 +186,8 @@ def _windows(checkpoints: Sequence[Checkpoint], content: str, tokens: int | None
                 f"{checkpoint.name} and {reference.name} have different tokenizers, so their distributions cannot be "
                 "compared; give the checkpoint that the model was made of"
             )
+    if tokens is not None and tokens < 0:
+        raise ConfigError(f"tokens is {tokens}; the text must have at least 2")
     ids = ids[:tokens]
     longest = min(checkpoint.config.max_position_embeddings for checkpoint in checkpoints)
     if not 2 <= window <= longest:

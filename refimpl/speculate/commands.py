@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from refimpl.cli_checks import above_zero
 from refimpl.cli_options import with_engine_options
 from refimpl.errors import ConfigError
 from refimpl.speculate.profile_command import profile
@@ -28,23 +29,27 @@ def _train(
     target: Annotated[str, typer.Option(help="The model to draft for, as --model takes it.")] = "smollm2",
     out: Annotated[Path, typer.Option(help="The folder of the drafter; an interrupted training there is gone on with.")],
     kind: Annotated[str, typer.Option(help="head (over the target's hidden states) or llama (a small model).")] = "head",
-    tokens: Annotated[int, typer.Option(help="Tokens of answers that the target writes to train on.")] = 1_000_000,
-    held_out: Annotated[int, typer.Option(help="Chats of other seeds to measure by.")] = 100,
-    max_tokens: Annotated[int, typer.Option(help="The longest chat.")] = 512,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers that the target writes to train on.")] = 1_000_000,
+    held_out: Annotated[int, typer.Option(min=1, help="Chats of other seeds to measure by.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest chat.")] = 512,
     seed: Annotated[int, typer.Option(help="Of text, weights and order; what is held out has the next one.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of training.")] = 2000,
-    max_seconds: Annotated[float | None, typer.Option(help="After which training ends, however many steps it made.")] = None,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step's texts, with padding.")] = 16_384,
-    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1e-3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 2000,
+    max_seconds: Annotated[
+        float | None, typer.Option(callback=above_zero, help="After which training ends, however many steps it made.")
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step's texts, with padding.")] = 16_384,
+    learning_rate: Annotated[float, typer.Option(callback=above_zero, help="At its peak.")] = 1e-3,
     temperature: Annotated[float, typer.Option(help="At which the drafter is to be close to the target.")] = 0.7,
-    draft_vocab_size: Annotated[int, typer.Option(help="head: how many tokens, the most frequent, it drafts.")] = 16_384,
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=1, help="head: how many tokens, the most frequent, it drafts.")
+    ] = 16_384,
     attends: Annotated[
         str, typer.Option(help="head: for each block, the target's layer whose keys it reads, or none; commas between.")
     ] = "-1",
-    intermediate_size: Annotated[int | None, typer.Option(help="head: of each block's feed-forward layer.")] = None,
-    draft_steps: Annotated[int, typer.Option(help="head: drafted tokens in a row that it learns.")] = 3,
-    hidden_size: Annotated[int, typer.Option(help="llama: its width.")] = 192,
-    layers: Annotated[int, typer.Option(help="llama: its depth.")] = 2,
+    intermediate_size: Annotated[int | None, typer.Option(min=1, help="head: of each block's feed-forward layer.")] = None,
+    draft_steps: Annotated[int, typer.Option(min=1, help="head: drafted tokens in a row that it learns.")] = 3,
+    hidden_size: Annotated[int, typer.Option(min=1, help="llama: its width.")] = 192,
+    layers: Annotated[int, typer.Option(min=1, help="llama: its depth.")] = 2,
     engine_options: dict[str, Any],
 ) -> None:
     """Train a drafter on text that the target writes itself, and print what share of its tokens the target accepts."""
@@ -69,12 +74,14 @@ def _write(
     *,
     target: Annotated[str, typer.Option(help="The model that writes, as --model takes it.")] = "smollm2",
     out: Annotated[Path, typer.Option(help="The folder of the drafter that will be trained on it.")],
-    part: Annotated[int, typer.Option(help="Which chats of the training text: the first ones, the next, …, from 0.")] = 0,
-    chats: Annotated[int, typer.Option(help="Chats of a part.")] = 4096,
-    held_out: Annotated[
-        int, typer.Option(help="Write so many chats of each kind that is held out, in place of a part.")
+    part: Annotated[
+        int, typer.Option(min=0, help="Which chats of the training text: the first ones, the next, …, from 0.")
     ] = 0,
-    max_tokens: Annotated[int, typer.Option(help="The longest chat.")] = 512,
+    chats: Annotated[int, typer.Option(min=1, help="Chats of a part.")] = 4096,
+    held_out: Annotated[
+        int, typer.Option(min=0, help="Write so many chats of each kind that is held out, in place of a part.")
+    ] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest chat.")] = 512,
     seed: Annotated[int, typer.Option(help="Of the text, as training has it.")] = 0,
     engine_options: dict[str, Any],
 ) -> None:

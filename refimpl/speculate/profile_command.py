@@ -22,9 +22,11 @@ def profile(
         str, typer.Option(help="The built-in prompts: chat, or copy (repeat this, rename in this code).")
     ] = ("chat"),
     batch_sizes: Annotated[str, typer.Option(help="Sequences that run together, by commas, rising.")] = "1",
-    max_tokens: Annotated[int, typer.Option(help="Output tokens of each prompt.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="Of all requests.")] = 0.0,
-    repeats: Annotated[int, typer.Option(help="Times that every number of drafts runs, in turn; one more goes before.")] = 2,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Times that every number of drafts runs, in turn; one more goes before.")
+    ] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
     engine_options: dict[str, Any],
 ) -> None:

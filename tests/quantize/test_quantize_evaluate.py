@@ -80,6 +80,7 @@ def test_the_text_that_comes_with_refimpl_is_long_enough():
     ("arguments", "message"),
     [
         ({"against": tiny(vocab_size=330)}, "different tokenizers"),
+        ({"tokens": -4}, "tokens is -4"),
         ({"tokens": 1}, "the text has 1 tokens; it must have at least 2"),
         ({"window": 1}, "window is 1; it must be from 2 to 2048"),
         ({"window": 4096}, "window is 4096; it must be from 2 to 2048"),
