@@ -245,12 +245,11 @@ class LocalExecutor:
 
     def _what_to_do(self, args: EngineArgs) -> str:
         """After an allocation failed and everything was given back: what was being made, and what to change."""
-        if self.memory is None:
-            return memory_advice.after_a_failure_on_a_cpu(
-                self.stages.current, free_host_memory(), self.num_blocks * self.block_bytes
-            )
-        free = torch.cuda.mem_get_info(self.device)[0]
         fixed = [name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(args, name) is not None]
+        if self.memory is None:
+            sizes = self.block_bytes, self.num_blocks, self.__dict__.get("num_host_blocks", 0)
+            return memory_advice.after_a_failure_on_a_cpu(self.stages.current, free_host_memory(), *sizes, *fixed[:1])
+        free = torch.cuda.mem_get_info(self.device)[0]
         device = str(self.device)
         return memory_advice.after_a_failure(self.memory, self.stages.current, device, free, self.num_blocks, *fixed[:1])
 

@@ -206,9 +206,16 @@ def after_a_failure(
     return f"{said}Others took memory meanwhile, or it is in pieces: {graphs}set gpu_memory_utilization={max(share, 0.01):g}"
 
 
-def after_a_failure_on_a_cpu(stage: str, free: int, cache: int) -> str:
-    """The same on a CPU, whose cache of so many bytes was being made, if it was that."""
+def after_a_failure_on_a_cpu(
+    stage: str, free: int, block_bytes: int, num_blocks: int, num_host_blocks: int = 0, fixed: str | None = None
+) -> str:
+    """The same on a CPU; ``num_blocks`` of a cache and ``num_host_blocks`` of its swap space were being made, if any."""
     said = f"the machine ran out of memory while {stage}; {gib(free)} are free. "
+    cache, swap, usable = num_blocks * block_bytes, num_host_blocks * block_bytes, free * 9 // 10
     if not cache:
         return f"{said}Use a smaller model or dtype"
-    return f"{said}The cache was to have {gib(cache)}: set cpu_kvcache_space={free * 9 / 10 / GIB:.3f} (GiB)"
+    if swap and cache < usable:
+        return f"{said}Beside the cache of {gib(cache)} there is room for swap_space={(usable - cache) / GIB:.3f} (GiB)"
+    sizes = {"num_gpu_blocks_override": usable // block_bytes, "kv_cache_memory_bytes": usable}
+    fits = f"{fixed}={sizes[fixed]}" if fixed is not None else f"cpu_kvcache_space={usable / GIB:.3f} (GiB)"
+    return f"{said}The cache was to have {gib(cache)}: set {fits}"

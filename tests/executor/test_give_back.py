@@ -8,7 +8,7 @@ import pytest
 from refimpl import LLM
 from refimpl.cache.kv_cache import KVCache
 from refimpl.errors import OutOfMemoryError
-from refimpl.executor import local
+from refimpl.executor import local, memory_advice
 from refimpl.models.llama import LlamaForCausalLM
 from refimpl.models.tiny import tiny
 
@@ -83,9 +83,27 @@ def test_a_cache_that_is_half_made_is_given_back_and_the_message_says_what_to_ch
         OutOfMemoryError, match=r"tiny: the machine ran out of memory while making the KV cache; 1\.00 GiB"
     ) as kept:
         LLM("tiny", **OPTIONS)
-    assert "set cpu_kvcache_space=0.900 (GiB)" in str(kept.value)
+    assert "set num_gpu_blocks_override=" in str(kept.value)
     gc.collect()
     assert layers[0]() is None, kept
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "set cpu_kvcache_space=0.900 (GiB)"),
+        ({"fixed": "num_gpu_blocks_override"}, "set num_gpu_blocks_override=921"),
+        ({"fixed": "kv_cache_memory_bytes"}, f"set kv_cache_memory_bytes={2**30 * 9 // 10}"),
+        ({"num_blocks": 100, "num_host_blocks": 10**9}, "there is room for swap_space=0.802 (GiB)"),
+        ({"num_blocks": 0}, "Use a smaller model or dtype"),
+    ],
+    ids=str,
+)
+def test_the_advice_names_the_option_that_took_the_memory(options, said):
+    advice = memory_advice.after_a_failure_on_a_cpu(
+        "making the KV cache", free=2**30, block_bytes=2**20, **({"num_blocks": 10**6} | options)
+    )
+    assert said in advice
 
 
 def test_no_thread_is_left_by_an_engine_that_was_not_built(monkeypatch):
