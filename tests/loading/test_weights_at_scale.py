@@ -456,15 +456,15 @@ def test_the_same_shards_are_not_written_again(tmp_path):
     [
         (["--gib", "1"], r"one layer with the embeddings takes 5\.\d+; raise gib"),
         (["--stored", "int8"], "stored 'int8'; they must be"),
-        (["--repeats", "0"], "repeats is 0"),
+        (["--repeats", "0"], "greater than or equal to 1"),
         ([], "holds something else; give one that is empty or not there"),
     ],
 )
 def test_bench_load_refuses_what_cannot_be(tmp_path, more, said):
     (tmp_path / "mine").write_text("do not touch")
     found = CliRunner().invoke(bench, ["load", str(tmp_path), "--device", "cpu", *more])
-    assert isinstance(found.exception, ConfigError)
-    assert re.search(said, str(found.exception))
+    told = str(found.exception) if isinstance(found.exception, ConfigError) else found.stderr
+    assert re.search(said, told)
     assert (tmp_path / "mine").read_text() == "do not touch"
 
 
