@@ -142,6 +142,10 @@ def _notebooks(folder: Path) -> tuple[str, str]:
     return f"{len(names)} to copy; {folder} can be written to", ""
 
 
+QUESTION = "The capital of France is"
+"""Whose answer no rounding changes: it is twelve times as probable as the next, while a chat's first word is not."""
+
+
 def _run_embedded(until: float) -> tuple[str, str]:
     """Ask a question; an answer that is not there in time (``time.monotonic``) is not waited for."""
     from refimpl.engine import Engine
@@ -150,8 +154,7 @@ def _run_embedded(until: float) -> tuple[str, str]:
     slow = "slow for a class: close other programs, or set OMP_NUM_THREADS to the cores that are free"
     engine = Engine(EngineArgs(model=EMBEDDED_MODEL, max_model_len=256, max_num_seqs=4))
     try:
-        prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
-        engine.add_request("lab", prompt, SamplingParams(temperature=0, max_tokens=12))
+        engine.add_request("lab", QUESTION, SamplingParams(temperature=0, max_tokens=12))
         text, times, ended = "", [0.0], False
         while not ended and time.monotonic() < until:
             for output in engine.step():

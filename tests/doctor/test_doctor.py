@@ -1,6 +1,7 @@
 """refimpl doctor: what it finds, what it makes of what is missing, and when it fails."""
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -258,6 +259,14 @@ def test_an_embedded_model_that_answers_wrongly_fails(monkeypatch):
     found = lab_check._tried("the engine", lambda: lab_check._run_embedded(time.monotonic() + 240), "pull it again")
     assert found.status == "error"
     assert found.value.startswith("failed: RefimplError: asked for the capital of France, it says ")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_right_answer_does_not_hang_on_rounding(monkeypatch, dtype):
+    """Without a compiler attention is torch's, which rounds in another order."""
+    made = functools.partial(EngineArgs, dtype=dtype, attention_backend="torch")
+    monkeypatch.setattr(lab_check, "EngineArgs", made)
+    assert lab_check._run_embedded(time.monotonic() + 240)[0].startswith("answers")
 
 
 def test_what_takes_too_long_is_cut_off_and_told(monkeypatch):
