@@ -31,13 +31,7 @@ from torch import Tensor
 from refimpl.errors import RefimplError
 from refimpl.kernels.attention_tiles import target_of
 from refimpl.kernels.awq_operand import operand_of, operand_of_words, scale_of, whole_numbers
-from refimpl.kernels.awq_reference import (
-    GROUPS_IN_A_CHUNK,
-    TENSOR_CORES_FROM,
-    most_tokens,
-    padded_groups,
-    words_shape,
-)
+from refimpl.kernels.awq_reference import GROUPS_IN_A_CHUNK, TENSOR_CORES_FROM, most_tokens, padded_groups, words_shape
 from refimpl.kernels.few_tokens import all_parts, room_for_parts, write_product
 from refimpl.kernels.launch import check_last_axis, check_same, device_of, power_of_two
 from refimpl.kernels.overlap import after_previous, overlapping
@@ -83,9 +77,8 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
     """The cut for a number of tokens and a weight of ``num_rows`` rows.
 
     Programs come in waves of as many as the processors hold. A program takes as long as its chunks and 1.5 more, to start; a
-    last wave 0.4 of that, and the rest by how full it is. (Chooses the faster of every pair that was measured, or one within
-    3% of it: 4 and 8 splits, and for SwiGLU 1 and 2, of Llama-3-70B's matrices.
-    Other splits are reckoned.)
+    last wave 0.4 of that, and the rest by how full it is. (Of 2 to 5 splits of each of Llama-3-70B's matrices, measured at 1,
+    8 and 16 tokens, it chooses the fastest, or one within 3% of it. Beyond, other splits than its own were measured.)
     """
     tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE if capability >= 90 else MOST_BEFORE)
     registers = REGISTERS.get(tokens) if capability >= 90 and FEW_BY_MMA else None
@@ -99,7 +92,7 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
         return round(waves * (triton.cdiv(chunks, splits) + 1.5), 1), splits
 
     splits = min(range(1, min(chunks, MOST_SPLITS) + 1), key=time)
-    stages = 3 if tokens <= 16 and capability >= TENSOR_CORES_FROM else 2
+    stages = 3 if capability >= TENSOR_CORES_FROM else 2
     return Cut(tokens, stages, splits, registers)
 
 
