@@ -77,8 +77,8 @@ def cut(num_tokens: int, num_rows: int, in_features: int, group_size: int, capab
     """The cut for a number of tokens and a weight of ``num_rows`` rows.
 
     Programs come in waves of as many as the processors hold. A program takes as long as its chunks and 1.5 more, to start; a
-    last wave 0.4 of that, and the rest by how full it is. (Of 2 to 5 splits of each of Llama-3-70B's matrices, measured at 1,
-    8 and 16 tokens, it chooses the fastest, or one within 3% of it. Beyond, other splits than its own were measured.)
+    last wave 0.4 of that, and the rest by how full it is. (Of 2 to 5 splits of each of Llama-3-70B's matrices, measured at
+    1, 8 and 16 tokens, it chooses the fastest, or one within 3% of it. Beyond, other splits than its own were measured.)
     """
     tokens = min(max(power_of_two(num_tokens), 8), MOST_IN_A_TILE if capability >= 90 else MOST_BEFORE)
     registers = REGISTERS.get(tokens) if capability >= 90 and FEW_BY_MMA else None
