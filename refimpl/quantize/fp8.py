@@ -24,7 +24,7 @@ from refimpl.quantize.calibration import calibration_windows
 from refimpl.quantize.distil import Training
 from refimpl.quantize.report import Written, written
 from refimpl.quantize.source import Source
-from refimpl.quantize.trained_fp8 import Stored, trained_matrices
+from refimpl.quantize.trained_fp8 import Fp8Matrix, trained_matrices
 from refimpl.quantize.writer import SHARD_BYTES, ShardWriter, new_folder
 
 
@@ -77,7 +77,7 @@ def quantize_fp8(model: Any, out: Path | str, options: Fp8Options | None = None,
     return written(Path(out), source.checkpoint)
 
 
-def _trained(source: Source, options: Fp8Options, training: Training, show_progress: bool) -> dict[str, Stored]:
+def _trained(source: Source, options: Fp8Options, training: Training, show_progress: bool) -> dict[str, Fp8Matrix]:
     windows = calibration_windows(
         source.checkpoint, options.prompts, training.tokens, options.window, options.seed, options.device, show_progress
     )

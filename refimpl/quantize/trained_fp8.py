@@ -19,7 +19,7 @@ from refimpl.quantize.distil import BESIDE, Student, Training, is_matrix, produc
 from refimpl.quantize.groups import MATRICES
 from refimpl.quantize.source import Source
 
-Stored = tuple[Float[Tensor, "O C"], Float[Tensor, "O"]]
+Fp8Matrix = tuple[Float[Tensor, "O C"], Float[Tensor, "O"]]
 """A matrix in e4m3, and its scales in float32."""
 MANTISSA_BITS, LEAST_EXPONENT = 3, -6
 """Of e4m3; below 2^-6 numbers lie as close as just above it."""
@@ -91,7 +91,7 @@ class TrainedFp8:
         """Its numbers."""
         return [(self.numbers, training.level_rate)]
 
-    def stored(self) -> Stored:
+    def stored(self) -> Fp8Matrix:
         """As it is stored."""
         values = _nearest(self.numbers.detach() * self._steps)
         return values.to(torch.float8_e4m3fn), self._scales.squeeze(1).clone()
@@ -107,7 +107,7 @@ def trained_matrices(
     training: Training,
     device: torch.device,
     show_progress: bool = False,
-) -> dict[str, Stored]:
+) -> dict[str, Fp8Matrix]:
     """The matrices of all layers by their full names, without ``.weight``, trained."""
     count = source.config.num_hidden_layers
     names = [[f"model.layers.{number}.{name}" for name in MATRICES] for number in range(count)]

@@ -24,6 +24,8 @@ SECONDS = float(os.environ.get("REFIMPL_SOAK_SECONDS", "3"))
 WORKERS = 6
 BLOCKS = 18
 """Of 16 tokens: what the longest request takes, so that some give way."""
+GIVES_WAY = 60.0
+"""Seconds within which some must have given way, also on a slow machine."""
 SETTLES = 1800.0
 """Seconds of a run of which the last two thirds take no more than 2% of memory; before, logs and caches fill."""
 
@@ -124,7 +126,7 @@ def test_everything_at_once():
     counts = sum((worker.counts for worker in workers), Counter())
     told = f"{dict(counts)}, {preempted.total()} preemptions in {BLOCKS} blocks"
     SAID.append(f"soak: seed {seed}, {SECONDS:g} s, {told}, {settled / 2**20:.1f} to {last / 2**20:.1f} MiB")
-    assert SECONDS < SETTLES or preempted.total() > 0
+    assert SECONDS < GIVES_WAY or preempted.total() > 0
     assert SECONDS < SETTLES or last <= 1.02 * settled
     assert counts["sent"] == counts["answered"] + counts["refused"] + counts["aborted"] + counts["left"]
     assert min(counts["answered"], counts["refused"], counts["left"]) > 0
